@@ -103,12 +103,6 @@ class Examples:
         return json.loads(self._images[index])[1] if index in self._images else ()
 
     @property
-    def longest_image(self) -> int:
-        """The most tokens that stand for one of the images; 0 of none."""
-        shown = (self.images(index) for index in self._images)
-        return max((sum(stop - start for start, stop in runs) for each in shown for _, runs, _ in each), default=0)
-
-    @property
     def identity(self) -> str:
         """The identity of their tokens."""
         return self._dataset.identity

@@ -64,25 +64,15 @@ def processor(folder: Path) -> Any:
     return found
 
 
-def config_of(config: Mapping[str, Any]) -> Any:
-    """Return a ``config.json`` as transformers takes it, with all that it leaves out. Raises StoreError: it doesn't."""
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.for_model(**config)
-    except Exception as error:
-        raise StoreError(f"transformers cannot read the config of a {config.get('model_type')}: {error}") from error
-
-
 def tower(config: Mapping[str, Any], tensors: Mapping[str, Any], dtype: Any) -> Any:
     """Return a model that also sees without its text model: its ``get_image_features`` is what tower and projector make
     of images. ``config``: the whole ``config.json``; ``tensors``: {name: tensor} of these parts. Raises
     StoreError: they do not belong together."""
-    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
 
     _be_quiet()  # of what the text model lacks
-    made = config_of(config)
     try:
+        made = AutoConfig.for_model(**config)
         text = made.get_text_config()
         text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
         text.layer_types = []

@@ -9,12 +9,9 @@ from pathlib import Path
 from megacore import checkpoints
 from megacore.config import Config
 from megacore.data.corpora import EXAMPLES, packed_of
-from megacore.data.pretrained import config_of
 from megacore.data.samples import Epochs
-from megacore.models.wrappers import WRAPPERS
 from megacore.parallel.enum_errors import WITH_REFERENCE
 from megacore.parallel.virtual_stages import of_stage
-from megacore.planning.image_memory import image_scores, tower_forward
 from megacore.planning.overheads import Storage, save_of
 from megacore.planning.peak_memory import Memory, memory
 from megacore.planning.recipe_setting import setting_of
@@ -90,18 +87,10 @@ def _memory(stages: tuple[Memory, ...], here: int, kind: str) -> str:
 
 
 def _images(setup: Setup, setting: Setting) -> Iterator[tuple[str, str]]:
-    """Yield what images take beside that."""
-    of = None if setup.start.source is None else setup.start.source.index.carried
-    if not setting.tower or of is None:
-        return
-    sides = [side for side in (setup.corpora.train, setup.corpora.validation) if side is not None]
-    tokens = max(packed.examples.longest_image for side in sides for packed in packed_of(side))
-    tower = tower_forward(config_of(of.config), tokens, not WRAPPERS[str(of.config["model_type"])].sections)
-    said = f"up to {tower / 1e9:,.2f} GB beside it where the tower looks at one, of {tokens:,} tokens at most"
-    if setting.model.anatomy.both_ways:
+    """Yield what attention both ways takes beside that."""
+    if setting.tower and setting.model.anatomy.both_ways:
         most = max(_scores(setup, setting, each) for each in memory(setting))
-        said += f"; up to {most / 1e9:,.2f} GB on each rank for attention both ways, if a row has images"
-    yield "images", said
+        yield "images", f"up to {most / 1e9:,.2f} GB on each rank for attention both ways, if a row has images"
 
 
 def _scores(setup: Setup, setting: Setting, stage: Memory) -> int:
@@ -116,6 +105,20 @@ def _scores(setup: Setup, setting: Setting, stage: Memory) -> int:
     length, rows = setup.config.data.sequence_length, setup.config.batch.micro_size
     masks = len({anatomy.layers[layer].window for layer in looking}) * stage.in_flight
     return image_scores(rows * length**2, heads, layers, masks, anatomy.attention_softcap is not None)
+
+
+def image_scores(scores: int, heads: int, layers: int, masks: int, softcap: bool) -> int:
+    """Return the most bytes of attention with masks, at the last of some layers, which keep theirs for the backward.
+
+    Args:
+        scores: Those of a head, of the rows of a microbatch.
+        heads: Those of a rank, which matter where there is a softcap: the formula makes all of their scores.
+        layers: Those that look both ways.
+        masks: Those that they share: of each microbatch that waits for its backward, and of each window.
+        softcap: Whether they have one.
+    """
+    each, made = (11 * heads, 17 * heads) if softcap else (0, 16)
+    return scores * (each * max(layers - 1, 0) + made * bool(layers) + 4 * max(masks - 1, 0))
 
 
 def _written(config: Config, setting: Setting, here: int) -> Iterator[tuple[str, str]]:

@@ -217,6 +217,7 @@ PROBLEMS = {
         "preference.loss=dpo checkpoint.init={scored}",
         "head scores sequences, and predicts no tokens: set preference.loss=bradley_terry",
     ),
+    "tasks": ("evaluate.tasks=[piqa]", "evaluate.tasks are of models of text, and this one scores sequences"),
     "classes": ("checkpoint.init={classes}", "is of one score, and the model's head gives 2 .id2label.: start from a"),
 }
 

@@ -15,12 +15,13 @@ from test_experts import EXPERTS, SHAPES, Drawn, K, alone, joined
 from test_fp8 import quantised
 from torch import Tensor
 
+from megacore.checks import rules
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.kernels import grouped
 from megacore.parallel.kernels.grouped import Groups
 from megacore.parallel.layers import fp8_experts
 from megacore.parallel.layers.experts import Experts
-from megacore.parallel.layers.fp8 import E4M3
+from megacore.parallel.layers.fp8 import E4M3, MULTIPLE
 from megacore.parallel.layers.fp8_experts import Fp8ExpertsWeight, Fp8Products, multiply_by_fp8, multiply_on
 from megacore.parallel.mesh import ALONE
 from megacore.parallel.weights.layout import MeshShape
@@ -176,6 +177,11 @@ def test_what_is_not_finite_is_seen_in_its_rows_alone() -> None:
     drawn.x[3, 2] = torch.inf
     y = experts(drawn.x, drawn.chosen, drawn.weights)
     assert torch.isfinite(y).all(1).tolist() == [token != 3 for token in range(len(y))]
+
+
+def test_the_check_before_a_run_knows_what_the_product_takes() -> None:
+    """Which imports no torch, and has the number by itself."""
+    assert rules.MULTIPLE == MULTIPLE
 
 
 def test_cpus_use_the_reference() -> None:

@@ -211,7 +211,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(len(CASES))
+@pytest.mark.in_turn(3 * len(CASES))  # most take a minute
 @pytest.mark.parametrize("pages", CASES, ids=lambda pages: pages[0])
 def test_commands_run_as_they_stand(pages: tuple[str, ...], checkout: Path) -> None:
     path = os.pathsep.join([f"{sys.prefix}/bin", os.environ["PATH"]])
