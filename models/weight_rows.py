@@ -31,7 +31,7 @@ NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 OUT_NORMS = {"attn_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
 
 
-def around(attn_norm: str, mlp_norm: str, attn_out_norm: str = "", mlp_out_norm: str = "") -> Mapping[str, str]:
+def around(attn_norm: str, mlp_norm: str, attn_out_norm: str = "", mlp_out_norm: str = "") -> dict[str, str]:
     """Return the parts of a block in the order in which they are computed, with norms that have a name."""
     attention = {"attn_norm": attn_norm, "mixer": "", "attn_out_norm": attn_out_norm}
     parts = attention | {"mlp_norm": mlp_norm, "network": "", "mlp_out_norm": mlp_out_norm}

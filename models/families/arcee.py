@@ -1,10 +1,6 @@
 """Arcee's AFM (Arcee AI 2025): LLaMA whose feed-forward networks are relu squared, without gates."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.presets import tiny
@@ -13,9 +9,9 @@ from megacore.models.weight_rows import Rows, Table
 
 @dataclass(frozen=True, kw_only=True)
 class ArceeConfig(DecoderConfig):
-    family: ClassVar[str] = "arcee"
-    architecture: ClassVar[str] = "ArceeForCausalLM"
-    harmless: ClassVar[frozenset[str]] = frozenset({"pretraining_tp"})
+    family = "arcee"
+    architecture = "ArceeForCausalLM"
+    harmless = frozenset({"pretraining_tp"})
 
     hidden_act: str = "relu2"
     rms_norm_eps: float = 1e-5
@@ -26,4 +22,4 @@ class ArceeConfig(DecoderConfig):
         return t.plain_mlp(bias=self.mlp_bias)
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {"arcee-tiny": tiny()}
+PRESETS = {"arcee-tiny": tiny()}

@@ -1,12 +1,9 @@
 """GLM-5 (Z.ai 2026, arXiv 2602.15763): DeepSeek-V3.2 with other sizes, of which several layers may look at what the
 indexer of one chooses (arXiv 2603.12201)."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, ClassVar
 
 from megacore.models.families.deepseek_v32 import TINY, DeepseekV32Config
 from megacore.models.layer_types import kind_problems
@@ -16,10 +13,10 @@ from megacore.parallel import limits
 
 @dataclass(frozen=True, kw_only=True)
 class GlmMoeDsaConfig(DeepseekV32Config):
-    family: ClassVar[str] = "glm_moe_dsa"
-    architecture: ClassVar[str] = "GlmMoeDsaForCausalLM"
-    fixed: ClassVar[Mapping[str, Any]] = {**DeepseekV32Config.fixed, "indexer_rope_interleave": True}
-    index_pairs: ClassVar[bool] = True
+    family = "glm_moe_dsa"
+    architecture = "GlmMoeDsaForCausalLM"
+    fixed = {**DeepseekV32Config.fixed, "indexer_rope_interleave": True}
+    index_pairs = True
 
     rms_norm_eps: float = 1e-5
     q_lora_rank: int = 2048
@@ -56,7 +53,7 @@ class GlmMoeDsaConfig(DeepseekV32Config):
         return found
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "glm_moe_dsa-tiny": tiny_latent(96) | TINY,
     "glm-5": shape(6144, 12288, 78, 64) | {"vocab_size": 154880, "max_position_embeddings": 202752} | rope(1e6),
 }

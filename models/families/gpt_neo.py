@@ -1,10 +1,8 @@
 """GPT-Neo (Black et al. 2021): GPT-2 of which every other layer has a window, and whose scores are not scaled."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import FULL, SLIDING, Anatomy, by_kind
 from megacore.models.config import positive
@@ -18,32 +16,26 @@ _KINDS = {"global": FULL, "local": SLIDING}
 
 @dataclass(frozen=True, kw_only=True)
 class GptNeoConfig(LearnedPositionsConfig):
-    family: ClassVar[str] = "gpt_neo"
-    architecture: ClassVar[str] = "GPTNeoForCausalLM"
-    reads: ClassVar[frozenset[str]] = frozenset({"attention_types"})
-    eps: ClassVar[str] = "layer_norm_epsilon"
-    base_model_prefix: ClassVar[str] = "transformer"
-    tied: ClassVar[tuple[str, str]] = ("transformer.wte.weight", "lm_head.weight")
-    positions: ClassVar[str] = "transformer.wpe"
+    family = "gpt_neo"
+    architecture = "GPTNeoForCausalLM"
+    reads = frozenset({"attention_types"})
+    eps = "layer_norm_epsilon"
+    base_model_prefix = "transformer"
+    tied = ("transformer.wte.weight", "lm_head.weight")
+    positions = "transformer.wpe"
     # The causal mask and its fill value.
-    ignored: ClassVar[tuple[str, ...]] = tuple(
-        f"transformer.h.{{layer}}.attn.attention.{name}" for name in ("bias", "masked_bias")
-    )
-    harmless: ClassVar[frozenset[str]] = frozenset(
+    ignored = tuple(f"transformer.h.{{layer}}.attn.attention.{name}" for name in ("bias", "masked_bias"))
+    harmless = frozenset(
         {"classifier_dropout", "gradient_checkpointing", "pad_token_id"}
         | {f"summary_{of}" for of in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")}
     )
-    saved: ClassVar[Mapping[str, str]] = {
-        "hidden_act": "activation_function",
-        "num_attention_heads": "num_heads",
-        "num_hidden_layers": "num_layers",
-    }
-    layer: ClassVar[str] = "transformer.h.{layer}"
-    last_norm: ClassVar[str] = "transformer.ln_f"
-    norm_bias: ClassVar[bool] = True
-    constants: ClassVar[Mapping[str, Any]] = {"attention_scale": 1.0, "padding_idx": None}
-    told: ClassVar[Mapping[str, str]] = {"branch_dropout": "resid_dropout", "embedding_dropout": "embed_dropout"}
-    parts: ClassVar[Mapping[str, str]] = around("ln_1", "ln_2")
+    saved = {"hidden_act": "activation_function", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"}
+    layer = "transformer.h.{layer}"
+    last_norm = "transformer.ln_f"
+    norm_bias = True
+    constants = {"attention_scale": 1.0, "padding_idx": None}
+    told = {"branch_dropout": "resid_dropout", "embedding_dropout": "embed_dropout"}
+    parts = around("ln_1", "ln_2")
 
     hidden_act: str = "gelu_new"
     layer_norm_epsilon: float = 1e-5
@@ -100,7 +92,7 @@ def _types(kinds: list[str]) -> list[Any]:
     return [[[kind], 1] for kind in kinds] if every == layers else [[kinds[:every], layers // every]]
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "gpt_neo-tiny": shape(64, 256, 4, 4)
     | {"vocab_size": 512, "max_position_embeddings": 512, "attention_types": [[["global", "local"], 2]]},
     "gpt-neo-125m": shape(768, 3072, 12, 12)

@@ -1,7 +1,5 @@
 """Granite 3 (Granite Team, IBM 2024): LLaMA with four multipliers (Yang et al. 2022, arXiv 2203.03466)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,12 +13,13 @@ from megacore.models.presets import shape
 
 @dataclass(frozen=True, kw_only=True)
 class Multipliers(DecoderConfig):
+    """The multipliers of embeddings, scores, branches and logits. Fields carry their Hugging Face names."""
+
     told: ClassVar[Mapping[str, str]] = {
         "embedding_scale": "embedding_multiplier",
         "attention_scale": "attention_multiplier",
         "branch_scale": "residual_multiplier",
     }
-    """The multipliers of embeddings, scores, branches and logits. Fields carry their Hugging Face names."""
 
     embedding_multiplier: float = 1.0
     attention_multiplier: float = 1.0
@@ -37,8 +36,8 @@ class Multipliers(DecoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteConfig(Multipliers, LlamaConfig):
-    family: ClassVar[str] = "granite"
-    architecture: ClassVar[str] = "GraniteForCausalLM"
+    family = "granite"
+    architecture = "GraniteForCausalLM"
 
 
 GRANITE3 = {
@@ -51,7 +50,7 @@ GRANITE3 = {
     "residual_multiplier": 0.22,
 }
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "granite-tiny": shape(64, 176, 4, 4)
     | GRANITE3
     | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512}

@@ -1,10 +1,7 @@
 """Granite Swash (IBM 2026): Granite with windows, a sink of each head, and a rope for each layer, or none."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import ROPE, SLIDING, Anatomy, LayerAttention
 from megacore.models.families.granite import GraniteConfig, Multipliers
@@ -57,14 +54,14 @@ class SwashConfig(Multipliers, WindowedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteSWAConfig(SwashConfig, GraniteConfig):
-    family: ClassVar[str] = "granite_swa"
-    architecture: ClassVar[str] = "GraniteSWAForCausalLM"
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4}
+    family = "granite_swa"
+    architecture = "GraniteSWAForCausalLM"
+    defaults = {"num_key_value_heads": 4}
 
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = True
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "granite_swa-tiny": tiny(sliding_window=32, attention_multiplier=0.0625, layer_rope_theta=[0, 1e4, 1e4, 1e4])
 }

@@ -1,10 +1,8 @@
 """Granite 3 with experts (Granite Team, IBM 2024): Granite's multipliers, experts stored as one tensor a layer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.experts_config import MoEConfig
 from megacore.models.families.granite import GRANITE3, Multipliers
@@ -24,10 +22,10 @@ SHARED: Mapping[str, Any] = {"hf": "shared_mlp", "up": "input_linear", "down": "
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteMoeConfig(MoEConfig, Multipliers):
-    family: ClassVar[str] = "granitemoe"
-    architecture: ClassVar[str] = "GraniteMoeForCausalLM"
-    axes: ClassVar[Mapping[str, str]] = {**MoEConfig.axes, "experts": "num_local_experts"}
-    rule: ClassVar[Mapping[str, Any]] = {"weigh": "chosen"}
+    family = "granitemoe"
+    architecture = "GraniteMoeForCausalLM"
+    axes = {**MoEConfig.axes, "experts": "num_local_experts"}
+    rule = {"weigh": "chosen"}
 
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
@@ -40,7 +38,7 @@ class GraniteMoeConfig(MoEConfig, Multipliers):
 
 _EACH = GRANITE3 | {"rms_norm_eps": 1e-6, "attention_multiplier": 0.015625, "logits_scaling": 6.0}
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "granitemoe-tiny": _EACH
     | shape(64, 32, 4, 4)
     | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512, "attention_multiplier": 0.0625},

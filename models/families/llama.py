@@ -1,10 +1,6 @@
 """LLaMA 2, 3, 3.1, 3.2 (Touvron et al. 2023, arXiv 2307.09288; Grattafiori et al. 2024, arXiv 2407.21783)."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.presets import llama3, rope, shape, tiny
@@ -12,10 +8,10 @@ from megacore.models.presets import llama3, rope, shape, tiny
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(DecoderConfig):
-    family: ClassVar[str] = "llama"
-    architecture: ClassVar[str] = "LlamaForCausalLM"
-    harmless: ClassVar[frozenset[str]] = frozenset({"is_llama_config", "pretraining_tp"})
-    small_ends: ClassVar[bool] = True
+    family = "llama"
+    architecture = "LlamaForCausalLM"
+    harmless = frozenset({"is_llama_config", "pretraining_tp"})
+    small_ends = True
 
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
@@ -26,7 +22,7 @@ _LLAMA3 = {"vocab_size": 128256, "rms_norm_eps": 1e-5, "num_key_value_heads": 8,
 
 _LLAMA2 = {"vocab_size": 32000, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "llama-tiny": tiny(),
     "llama-2-7b": _LLAMA2 | shape(4096, 11008, 32, 32),
     "llama-2-13b": _LLAMA2 | shape(5120, 13824, 40, 40),
