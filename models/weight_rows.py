@@ -12,6 +12,7 @@ QKV = _QKV.format("head")
 # Where no heads share keys and values; and of each head together, as GPT-NeoX stores them.
 QKV_EACH = "(q: heads head + k: heads head + v: heads head)"
 QKV_BY_HEAD = "(heads (q: head + k: head + v: head))"
+BY_HEAD = {"here": QKV_EACH, "stored": QKV_BY_HEAD}
 HEADS, KV_HEADS = "(heads head)", "(kv head)"
 OF_ALL = HEADS, KV_HEADS
 GATE_UP = "(gate: mlp + up: mlp)"

@@ -20,15 +20,13 @@ class ApertusConfig(DecoderConfig):
     activations = (*ACTIVATIONS, "xielu")
     fixed = {"qk_norm": True, "post_norm": False, "mlp_bias": False}
     parts = around("attention_layernorm", "feedforward_layernorm")
+    head_norms = {}
 
     hidden_act: str = "xielu"
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = 65536
     pad_token_id: int | None = 3
     attention_bias: bool = False
-
-    def mixer(self, t: Table) -> Rows:
-        return super().mixer(t) + t.norms_of_heads()
 
     def network(self, t: Table) -> Rows:
         name, hf = "layers.{layer}.mlp.up.xielu", f"{t.layer}.mlp.act_fn"

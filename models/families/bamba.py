@@ -1,12 +1,11 @@
 """Bamba (IBM, Princeton, CMU, UIUC 2024): state spaces (Mamba-2) in most layers, attention in the others."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from megacore.models.presets import shape, tiny
 from megacore.models.rope_config import Convention
 from megacore.models.ssm_config import StateSpaceConfig
-from megacore.models.weight_rows import Rows, Table, around
+from megacore.models.weight_rows import around
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +20,8 @@ class BambaConfig(StateSpaceConfig):
     rope_convention = Convention(partial_rotary_factor=0.5)
     last_norm = "model.final_layernorm"
     parts = around("input_layernorm", "pre_ff_layernorm")
+    network_rows = ("feed_forward.{gate,up}_proj", "feed_forward.down_proj")
+    taken = {"layer_types": None}
 
     rms_norm_eps: float = 1e-5
     pad_token_id: int | None = 0
@@ -29,14 +30,6 @@ class BambaConfig(StateSpaceConfig):
 
     def attends(self, layer: int) -> bool:
         return layer in (self.attn_layer_indices or ())
-
-    def network(self, t: Table) -> Rows:
-        return t.gated_mlp("feed_forward.{gate,up}_proj", "feed_forward.down_proj", bias=self.mlp_bias)
-
-    @classmethod
-    def _derive(cls, values: dict[str, Any]) -> list[str]:
-        values |= {"layer_types": None}
-        return super()._derive(values)
 
 
 _EACH = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 262144, "mamba_d_state": 128}

@@ -7,7 +7,7 @@ from typing import Any
 from megacore.models.anatomy import Anatomy
 from megacore.models.learned_positions import LearnedPositionsConfig
 from megacore.models.presets import shape
-from megacore.models.weight_rows import QKV_EACH, Rows, Table, around
+from megacore.models.weight_rows import QKV_EACH, around
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,10 @@ class BioGptConfig(LearnedPositionsConfig):
     constants = {"position_offset": 2}
     told = dict.fromkeys(("branch_dropout", "embedding_dropout"), "hidden_dropout")
     parts = around("self_attn_layer_norm", "final_layer_norm")
+    attention_rows = {"out": "self_attn.out_proj", "here": QKV_EACH}
+    network_rows = ("fc1", "fc2")
+    attention_bias = mlp_bias = True
+    gated_network = False
 
     hidden_act: str = "gelu"
     pad_token_id: int | None = 1
@@ -44,12 +48,6 @@ class BioGptConfig(LearnedPositionsConfig):
     def anatomy_of(self, **own: Any) -> Anatomy:
         scale = self.hidden_size**0.5 if self.scale_embedding else 1.0
         return super().anatomy_of(**({"embedding_scale": scale} | own))
-
-    def mixer(self, t: Table) -> Rows:
-        return t.attention(out="self_attn.out_proj", here=QKV_EACH, bias=True, out_bias=True)
-
-    def network(self, t: Table) -> Rows:
-        return t.plain_mlp("fc1", "fc2", bias=True)
 
 
 PRESETS = {

@@ -6,7 +6,7 @@ from typing import Any
 
 from megacore.models.anatomy import Alibi, Anatomy
 from megacore.models.learned_positions import NoRopeConfig
-from megacore.models.weight_rows import QKV_BY_HEAD, QKV_EACH, Rows, Table
+from megacore.models.weight_rows import BY_HEAD
 from megacore.parallel.weights.schema import Param
 
 _DERIVED = frozenset({"hidden_act", "intermediate_size", "max_position_embeddings"})
@@ -35,6 +35,12 @@ class BloomConfig(NoRopeConfig):
     norm_bias = True
     constants = {"alibi": Alibi(of_power=True), "padding_idx": None}
     told = {"branch_dropout": "hidden_dropout"}
+    attention_rows = {"hf": "self_attention.query_key_value", "out": "self_attention.dense"} | BY_HEAD
+    network_rows = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+    attention_bias = mlp_bias = True
+    gated_network = False
+    taken = {"hidden_act": "gelu_new", "max_position_embeddings": 2048}
+    mlp_ratio = 4
 
     hidden_act: str = "gelu_new"
     layer_norm_epsilon: float = 1e-5
@@ -49,13 +55,6 @@ class BloomConfig(NoRopeConfig):
     def anatomy(self) -> Anatomy:
         return self.anatomy_of(attention_scale=self.head_dim**-0.5)
 
-    def mixer(self, t: Table) -> Rows:
-        hf, out = "self_attention.query_key_value", "self_attention.dense"
-        return t.attention(hf=hf, out=out, here=QKV_EACH, stored=QKV_BY_HEAD, bias=True, out_bias=True)
-
-    def network(self, t: Table) -> Rows:
-        return t.plain_mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", bias=True)
-
     def params(self) -> tuple[Param, ...]:
         embed, *others = super().params()
         return embed, *self.table().embed_norm("transformer.word_embeddings_layernorm"), *others
@@ -64,13 +63,6 @@ class BloomConfig(NoRopeConfig):
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         # Whatever a file says of lengths, the class does not read it.
         return super()._read({name: value for name, value in config.items() if name != "max_position_embeddings"})
-
-    @classmethod
-    def _derive(cls, values: dict[str, Any]) -> list[str]:
-        hidden = values.get("hidden_size")
-        values |= {"hidden_act": cls.hidden_act, "max_position_embeddings": 2048}
-        values |= {"intermediate_size": 4 * hidden} if isinstance(hidden, int) else {}
-        return super()._derive(values)
 
 
 def _shape(hidden: int, layers: int, heads: int) -> dict[str, Any]:

@@ -1,13 +1,12 @@
 """CTRL (Keskar et al. 2019, arXiv 1909.05858): positions that are sinusoids, and texts that begin with a word for their
 kind."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megacore.models.anatomy import Anatomy, Sinusoids
 from megacore.models.learned_positions import NoRopeConfig
-from megacore.models.weight_rows import QKV_EACH, Rows, Table, around
+from megacore.models.weight_rows import QKV_EACH, around
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +39,10 @@ class CtrlConfig(NoRopeConfig):
     norm_bias = True
     told = {"branch_dropout": "resid_pdrop", "embedding_dropout": "embd_pdrop"}
     parts = around("layernorm1", "layernorm2")
+    attention_rows = {"hf": "multi_head_attention.W{q,k,v}", "out": "multi_head_attention.dense", "here": QKV_EACH}
+    network_rows = ("ffn.0", "ffn.2")
+    attention_bias = mlp_bias = head_bias = True
+    gated_network = False
 
     hidden_act: str = "relu"
     max_position_embeddings: int = 256
@@ -48,20 +51,9 @@ class CtrlConfig(NoRopeConfig):
     embd_pdrop: float = 0.1
 
     @property
-    def ends(self) -> Mapping[str, Any]:
-        return {**super().ends, "head_bias": True}
-
-    @property
     def anatomy(self) -> Anatomy:
         waves = Sinusoids(self.hidden_size / 2, of_power=True)
         return self.anatomy_of(embedding_scale=self.hidden_size**0.5, padding_idx=None, sinusoids=waves)
-
-    def mixer(self, t: Table) -> Rows:
-        hf = "multi_head_attention.W{q,k,v}", "multi_head_attention.dense"
-        return t.attention(hf=hf[0], out=hf[1], here=QKV_EACH, bias=True, out_bias=True)
-
-    def network(self, t: Table) -> Rows:
-        return t.plain_mlp("ffn.0", "ffn.2", bias=True)
 
 
 def _shape(embed: int, mlp: int, layers: int, heads: int, vocab: int) -> dict[str, Any]:

@@ -101,13 +101,8 @@ class DeepseekV4Config(MoEConfig):
     mlp_layer_types: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        n = self.num_hidden_layers
-        if n <= limits.LAYERS:
-            kinds = (SPARSE if layer > 1 and layer % 2 else HEAVY for layer in range(n))
-            networks = (HASH if layer < 3 else MOE for layer in range(n))
-            for name, made in (("layer_types", kinds), ("mlp_layer_types", networks)):
-                if getattr(self, name) is None:
-                    object.__setattr__(self, name, tuple(made))
+        self.fill_in("layer_types", lambda layer: SPARSE if layer > 1 and layer % 2 else HEAVY)
+        self.fill_in("mlp_layer_types", lambda layer: HASH if layer < 3 else MOE)
         super().__post_init__()
 
     @property

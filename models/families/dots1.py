@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from megacore.models.experts_config import SigmoidConfig
 from megacore.models.layer_types import WindowedConfig
 from megacore.models.presets import EXPERTS, rope, shape, tiny
-from megacore.models.weight_rows import Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +14,7 @@ class Dots1Config(SigmoidConfig, WindowedConfig):
     # What the class does not read: it says what all models of the family are.
     harmless = SigmoidConfig.harmless | {"moe_layer_freq", "scoring_func", "topk_method", "use_sliding_window"}
     defaults = {"num_key_value_heads": 32}
+    head_norms = {}
 
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
@@ -26,9 +26,6 @@ class Dots1Config(SigmoidConfig, WindowedConfig):
 
     def slides(self, layer: int) -> bool:
         return self.sliding_window is not None and layer >= self.max_window_layers
-
-    def mixer(self, t: Table) -> Rows:
-        return super().mixer(t) + t.norms_of_heads()
 
 
 PRESETS = {

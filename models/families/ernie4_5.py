@@ -1,7 +1,6 @@
 """ERNIE-4.5 0.3B (Baidu 2025): LLaMA whose heads turn in pairs."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.presets import shape, tiny
@@ -18,6 +17,7 @@ class Ernie4_5Config(DecoderConfig):
     defaults = {"num_key_value_heads": 2, "head_dim": 128}
     rope_convention = Convention(rope_theta=500000.0, pairs=True)
     in_pairs = True
+    taken = {"attention_dropout": 0.0}  # the class has none
 
     rms_norm_eps: float = 1e-5
     pad_token_id: int | None = 0
@@ -29,11 +29,6 @@ class Ernie4_5Config(DecoderConfig):
 
     def network(self, t: Table) -> Rows:
         return t.gated_mlp(bias=self.use_bias)
-
-    @classmethod
-    def _derive(cls, values: dict[str, Any]) -> list[str]:
-        values["attention_dropout"] = 0.0  # the class has none
-        return super()._derive(values)
 
 
 PRESETS = {

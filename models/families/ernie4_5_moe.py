@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from megacore.models.config import positive
 from megacore.models.experts_config import MoEConfig
@@ -54,8 +53,8 @@ class Ernie4_5MoeConfig(MoEConfig, Ernie4_5Config):
         return [i for i in layers if (i + 1) % every == 0 and first <= i <= last]
 
     @property
-    def ends(self) -> Mapping[str, Any]:
-        return {**super().ends, "head_bias": self.use_bias}
+    def head_bias(self) -> bool:
+        return self.use_bias
 
     def experts(self, t: Table) -> Rows:
         correction = "mlp.moe_statics.e_score_correction_bias"

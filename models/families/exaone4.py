@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megacore.models.layer_types import PatternedConfig
 from megacore.models.presets import llama3, shape, tiny
-from megacore.models.weight_rows import BRANCHES, OUT_NORMS, Rows, Table
+from megacore.models.weight_rows import BRANCHES, OUT_NORMS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +16,7 @@ class Exaone4Config(PatternedConfig):
     harmless = PatternedConfig.harmless | {"reorder_and_qk_norm"}
     pattern = 4
     parts = BRANCHES | OUT_NORMS
+    head_norms = {}
 
     rms_norm_eps: float = 1e-5
 
@@ -25,9 +26,6 @@ class Exaone4Config(PatternedConfig):
     @property
     def all_rotate(self) -> bool:
         return self.sliding_window is None
-
-    def mixer(self, t: Table) -> Rows:
-        return super().mixer(t) + t.norms_of_heads()
 
 
 EXAONE4 = {"vocab_size": 102400, "num_key_value_heads": 8}

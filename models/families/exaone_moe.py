@@ -6,6 +6,7 @@ from megacore.models.anatomy import FULL, SLIDING
 from megacore.models.experts_config import TypedLayersConfig
 from megacore.models.families.exaone4 import Exaone4Config
 from megacore.models.presets import rope, shape, tiny
+from megacore.models.weight_rows import NORMS, around
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +15,7 @@ class ExaoneMoeConfig(TypedLayersConfig, Exaone4Config):
     architecture = "ExaoneMoeForCausalLM"
     saved = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
     correction = "mlp.e_score_correction_bias"
-    parts = TypedLayersConfig.parts
+    parts = around(**NORMS)
 
     pad_token_id: int | None = 0
     moe_intermediate_size: int = 1024

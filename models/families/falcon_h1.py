@@ -9,8 +9,6 @@ from megacore.models.presets import shape, tiny
 from megacore.models.ssm_config import StateSpaceConfig
 from megacore.models.weight_rows import Rows, Table
 
-_OF_BRANCHES = ("attention_in_multiplier", "attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier")
-
 
 @dataclass(frozen=True, kw_only=True)
 class FalconH1Config(StateSpaceConfig):
@@ -22,6 +20,8 @@ class FalconH1Config(StateSpaceConfig):
     last_norm = "model.final_layernorm"
     told = {"embedding_scale": "embedding_multiplier", "logit_scale": "lm_head_multiplier"}
     parts = {"network": "", "mixer": "", "attn_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}
+    network_rows = ("feed_forward.{gate,up}_proj", "feed_forward.down_proj")
+    taken = {"layer_types": None}
 
     rms_norm_eps: float = 1e-5
     pad_token_id: int | None = 0
@@ -60,9 +60,6 @@ class FalconH1Config(StateSpaceConfig):
         attention = t.attention(bias=self.attention_bias, out_bias=self.attention_bias)
         return t.state_space(bias=bias, conv_bias=conv, out_bias=out, norm=self.mamba_rms_norm) + attention
 
-    def network(self, t: Table) -> Rows:
-        return t.gated_mlp("feed_forward.{gate,up}_proj", "feed_forward.down_proj", bias=self.mlp_bias)
-
     def problems(self) -> list[str]:
         found = super().problems() + above_zero(self, "key_multiplier")
         for name, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)):
@@ -74,7 +71,6 @@ class FalconH1Config(StateSpaceConfig):
 
     @classmethod
     def _derive(cls, values: dict[str, Any]) -> list[str]:
-        values |= {"layer_types": None}
         for name, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)):
             if values.get(name) is None:
                 values[name] = (1.0,) * count

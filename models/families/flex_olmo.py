@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from megacore.models.experts_config import MoEConfig
 from megacore.models.presets import shape, tiny
 from megacore.models.rope_config import Convention
-from megacore.models.weight_rows import BRANCHES, OF_ALL, OUT_NORMS, Rows, Table
+from megacore.models.weight_rows import BRANCHES, OF_ALL, OUT_NORMS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +15,7 @@ class FlexOlmoConfig(MoEConfig):
     spellings = {"num_local_experts": "num_experts"}
     rope_convention = Convention(rope_theta=500000.0)
     parts = BRANCHES | OUT_NORMS
+    head_norms = {"of": OF_ALL}
 
     rms_norm_eps: float = 1e-6
     pad_token_id: int | None = 100277
@@ -22,9 +23,6 @@ class FlexOlmoConfig(MoEConfig):
     num_experts: int = 7
     num_experts_per_tok: int = 5
     norm_topk_prob: bool = False
-
-    def mixer(self, t: Table) -> Rows:
-        return super().mixer(t) + t.norms_of_heads(of=OF_ALL)
 
 
 PRESETS = {

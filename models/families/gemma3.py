@@ -9,7 +9,6 @@ from megacore.models.layer_types import PatternedConfig
 from megacore.models.local_rope import LocalRopeConfig
 from megacore.models.presets import shape, tiny
 from megacore.models.rope_config import Convention
-from megacore.models.weight_rows import Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +30,12 @@ class Gemma3Config(Gemma2Config, LocalRopeConfig, PatternedConfig):
     constants = {"both_ways": "images"}
     pattern = 6
     of_text = True
+    head_norms = {}
 
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
 
     slides = PatternedConfig.slides
-
-    def mixer(self, t: Table) -> Rows:
-        return super().mixer(t) + t.norms_of_heads()
 
 
 def _text(size: int, *sizes: int, kv: int) -> dict[str, Any]:

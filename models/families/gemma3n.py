@@ -12,7 +12,6 @@ from megacore.models.families.gemma3 import Gemma3Config
 from megacore.models.families.gemma4 import SharedKeysConfig
 from megacore.models.presets import shape, tiny
 from megacore.models.weight_rows import Rows, Table
-from megacore.parallel import limits
 from megacore.parallel.weights.schema import Param
 
 # The last one of so many layers sees all; so many first layers cut gates off, of more than these.
@@ -53,10 +52,8 @@ class Gemma3nConfig(SharedKeysConfig):
     activation_sparsity_pattern: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        layers = self.num_hidden_layers
-        if self.activation_sparsity_pattern is None and layers <= limits.LAYERS:
-            first = _CUT if layers > _CUT else 0
-            object.__setattr__(self, "activation_sparsity_pattern", (0.95,) * first + (0.0,) * (layers - first))
+        first = _CUT if self.num_hidden_layers > _CUT else 0
+        self.fill_in("activation_sparsity_pattern", lambda layer: 0.95 if layer < first else 0.0)
         super().__post_init__()
 
     def slides(self, layer: int) -> bool:

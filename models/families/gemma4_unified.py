@@ -2,7 +2,6 @@
 each layer."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from megacore.models.families.gemma4 import Gemma4Config
 from megacore.models.presets import tiny
@@ -20,15 +19,11 @@ class Gemma4UnifiedConfig(Gemma4Config):
     family = "gemma4_unified_text"
     architecture = "Gemma4UnifiedForCausalLM"
     defaults = {**Gemma4Config.defaults, "max_position_embeddings": 262144}
+    taken = _ABSENT
     derived = frozenset(_ABSENT)
 
     sliding_window: int | None = 1024
     use_bidirectional_attention: str | None = "vision"
-
-    @classmethod
-    def _derive(cls, values: dict[str, Any]) -> list[str]:
-        values |= _ABSENT
-        return super()._derive(values)
 
 
 PRESETS = {

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megacore.models.families.glm import GlmConfig
-from megacore.models.presets import shape
+from megacore.models.presets import shape, tiny
 from megacore.models.weight_rows import NORMS, around
 
 
@@ -17,8 +17,7 @@ class Glm4Config(GlmConfig):
 _GLM4 = {"vocab_size": 151552, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5}
 
 PRESETS = {
-    "glm4-tiny": shape(64, 176, 4, 4)
-    | {"vocab_size": 512, "head_dim": 16, "max_position_embeddings": 512, "pad_token_id": None},
+    "glm4-tiny": tiny(head_dim=16, pad_token_id=None),
     "glm-4-9b-0414": _GLM4 | shape(4096, 13696, 40, 32),
     "glm-4-32b-0414": _GLM4 | shape(6144, 23040, 61, 48) | {"attention_bias": False},
 }

@@ -8,7 +8,6 @@ from itertools import accumulate
 from megacore.models.families.deepseek_v32 import TINY, DeepseekV32Config
 from megacore.models.layer_types import kind_problems
 from megacore.models.presets import rope, shape, tiny_latent
-from megacore.parallel import limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +31,8 @@ class GlmMoeDsaConfig(DeepseekV32Config):
     index_skip_topk_offset: int = field(default=2, compare=False)
 
     def __post_init__(self) -> None:
-        if self.indexer_types is None and self.num_hidden_layers <= limits.LAYERS:
-            behind = (max(layer - self.index_skip_topk_offset + 1, 0) for layer in range(self.num_hidden_layers))
-            kinds = ("shared" if layer % max(self.index_topk_freq, 1) else "full" for layer in behind)
-            object.__setattr__(self, "indexer_types", tuple(kinds))
+        first, every = self.index_skip_topk_offset - 1, max(self.index_topk_freq, 1)
+        self.fill_in("indexer_types", lambda layer: "shared" if max(layer - first, 0) % every else "full")
         super().__post_init__()
 
     @property

@@ -8,7 +8,7 @@ from megacore.models.anatomy import FULL, SLIDING, Anatomy, by_kind
 from megacore.models.config import positive
 from megacore.models.learned_positions import LearnedPositionsConfig
 from megacore.models.presets import shape
-from megacore.models.weight_rows import QKV_EACH, Rows, Table, around
+from megacore.models.weight_rows import QKV_EACH, around
 from megacore.parallel import limits
 
 _KINDS = {"global": FULL, "local": SLIDING}
@@ -36,6 +36,15 @@ class GptNeoConfig(LearnedPositionsConfig):
     constants = {"attention_scale": 1.0, "padding_idx": None}
     told = {"branch_dropout": "resid_dropout", "embedding_dropout": "embed_dropout"}
     parts = around("ln_1", "ln_2")
+    attention_rows = {
+        "hf": "attn.attention.{q,k,v}_proj",
+        "out": "attn.attention.out_proj",
+        "here": QKV_EACH,
+        "out_bias": True,
+    }
+    network_rows = ("mlp.c_fc", "mlp.c_proj")
+    mlp_bias = True
+    gated_network = False
 
     hidden_act: str = "gelu_new"
     layer_norm_epsilon: float = 1e-5
@@ -48,13 +57,6 @@ class GptNeoConfig(LearnedPositionsConfig):
     @property
     def anatomy(self) -> Anatomy:
         return self.anatomy_of(layers=by_kind([_KINDS[kind] for kind in self.attention_layers], self.window_size))
-
-    def mixer(self, t: Table) -> Rows:
-        hf, out = "attn.attention.{q,k,v}_proj", "attn.attention.out_proj"
-        return t.attention(hf=hf, out=out, here=QKV_EACH, out_bias=True)
-
-    def network(self, t: Table) -> Rows:
-        return t.plain_mlp("mlp.c_fc", "mlp.c_proj", bias=True)
 
     def problems(self) -> list[str]:
         found = super().problems() + positive(self, "window_size")

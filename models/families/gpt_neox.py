@@ -8,7 +8,7 @@ from typing import Any
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.presets import shape
 from megacore.models.rope_config import Convention
-from megacore.models.weight_rows import BRANCHES, NORMS, QKV_BY_HEAD, QKV_EACH, Rows, Table
+from megacore.models.weight_rows import BRANCHES, BY_HEAD, NORMS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,19 +34,16 @@ class GptNeoxConfig(DecoderConfig):
         **dict.fromkeys(("branch_dropout", "embedding_dropout"), "hidden_dropout"),
     }
     parts = NORMS | BRANCHES
+    attention_rows = {"hf": "attention.query_key_value", "out": "attention.dense"} | BY_HEAD
+    network_rows = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+    mlp_bias = True
+    gated_network = False
 
     hidden_act: str = "gelu"
     layer_norm_eps: float = 1e-5
     hidden_dropout: float = 0.0
     use_parallel_residual: bool = True
     attention_bias: bool = True
-
-    def mixer(self, t: Table) -> Rows:
-        hf, out, bias = "attention.query_key_value", "attention.dense", self.attention_bias
-        return t.attention(hf=hf, out=out, here=QKV_EACH, stored=QKV_BY_HEAD, bias=bias, out_bias=bias)
-
-    def network(self, t: Table) -> Rows:
-        return t.plain_mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", bias=True)
 
 
 def _pythia(vocab: int, hidden: int, layers: int, heads: int) -> dict[str, Any]:

@@ -26,6 +26,8 @@ class GptNeoxJapaneseConfig(DecoderConfig):
     norm_bias = True
     constants = {"norm": "layer", "padding_idx": None}
     told = {"branch_dropout": "hidden_dropout"}
+    network_rows = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+    gated_network = False
 
     hidden_act: str = "gelu"
     layer_norm_eps: float = 1e-5
@@ -38,9 +40,6 @@ class GptNeoxJapaneseConfig(DecoderConfig):
         name, last = "attention.dense", (self.num_hidden_layers - 1,)
         bias = Param("layers.{layer}.attn.out.bias", "embed", f"{self.layer}.{name}_bias", layers=last)
         return *t.attention(hf="attention.query_key_value", out=name, here=QKV_EACH, stored=QKV_BY_HEAD), bias
-
-    def network(self, t: Table) -> Rows:
-        return t.plain_mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 
     @classmethod
     def _derive(cls, values: dict[str, Any]) -> list[str]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megacore.models.experts_config import MoEConfig
 from megacore.models.layer_types import WindowedConfig
-from megacore.models.presets import shape, yarn
+from megacore.models.presets import shape, tiny, yarn
 from megacore.models.rope_config import Convention
 from megacore.models.weight_rows import Rows, Table
 
@@ -44,9 +44,7 @@ class GptOssConfig(MoEConfig, WindowedConfig):
 _EACH = {"vocab_size": 201088, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072}
 
 PRESETS = {
-    "gpt_oss-tiny": _EACH
-    | shape(64, 64, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 8, "sliding_window": 32},
+    "gpt_oss-tiny": tiny(64, max_position_embeddings=131072, head_dim=16, num_local_experts=8, sliding_window=32),
     "gpt-oss-20b": _EACH | shape(2880, 2880, 24, 64) | {"num_local_experts": 32},
     "gpt-oss-120b": _EACH | shape(2880, 2880, 36, 64),
 }

@@ -8,7 +8,7 @@ from megacore.models.anatomy import Anatomy
 from megacore.models.config import above_zero
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.families.llama import LlamaConfig
-from megacore.models.presets import shape
+from megacore.models.presets import shape, tiny
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +51,7 @@ GRANITE3 = {
 }
 
 PRESETS = {
-    "granite-tiny": shape(64, 176, 4, 4)
-    | GRANITE3
-    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    | {"attention_multiplier": 0.0625, "logits_scaling": 8.0},
+    "granite-tiny": GRANITE3 | tiny(attention_multiplier=0.0625, logits_scaling=8.0),
     "granite-3.0-2b": shape(2048, 8192, 40, 32) | GRANITE3 | {"attention_multiplier": 0.015625, "logits_scaling": 8.0},
     "granite-3.0-8b": shape(4096, 12800, 40, 32)
     | GRANITE3

@@ -8,7 +8,6 @@ from megacore.models.families.granite import GraniteConfig, Multipliers
 from megacore.models.layer_types import WindowedConfig
 from megacore.models.presets import tiny
 from megacore.models.weight_rows import Rows, Table
-from megacore.parallel import limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +19,7 @@ class SwashConfig(Multipliers, WindowedConfig):
     layer_rope_theta: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.layer_rope_theta is None and self.num_hidden_layers <= limits.LAYERS:
-            thetas = (self.rope_parameters.rope_theta,) * self.num_hidden_layers
-            object.__setattr__(self, "layer_rope_theta", thetas)
+        self.fill_in("layer_rope_theta", lambda layer: self.rope_parameters.rope_theta)
         super().__post_init__()
 
     @property

@@ -6,7 +6,7 @@ from typing import Any
 
 from megacore.models.experts_config import MoEConfig
 from megacore.models.families.granite import GRANITE3, Multipliers
-from megacore.models.presets import shape
+from megacore.models.presets import shape, tiny
 from megacore.models.weight_rows import Rows, Table
 
 STACKED: Mapping[str, Any] = {
@@ -39,9 +39,7 @@ class GraniteMoeConfig(MoEConfig, Multipliers):
 _EACH = GRANITE3 | {"rms_norm_eps": 1e-6, "attention_multiplier": 0.015625, "logits_scaling": 6.0}
 
 PRESETS = {
-    "granitemoe-tiny": _EACH
-    | shape(64, 32, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512, "attention_multiplier": 0.0625},
+    "granitemoe-tiny": _EACH | tiny(32, attention_multiplier=0.0625),
     "granite-3.0-1b-a400m": _EACH | shape(1024, 512, 24, 16) | {"num_local_experts": 32, "num_experts_per_tok": 8},
     "granite-3.0-3b-a800m": _EACH | shape(1536, 512, 32, 24) | {"num_local_experts": 40, "num_experts_per_tok": 8},
 }

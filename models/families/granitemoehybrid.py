@@ -9,7 +9,7 @@ from megacore.models.config import positive
 from megacore.models.experts_config import MoEConfig
 from megacore.models.families.granite import Multipliers
 from megacore.models.families.granitemoe import SHARED, STACKED
-from megacore.models.presets import shape
+from megacore.models.presets import shape, tiny
 from megacore.models.ssm_config import StateSpaceConfig
 from megacore.models.weight_rows import Rows, Table
 from megacore.parallel.routing import Routing
@@ -74,10 +74,8 @@ _EACH = {
 _DENSE = {"num_local_experts": 0, "attention_multiplier": 0.015625, "shared_intermediate_size": 8192}
 
 PRESETS = {
-    "granitemoehybrid-tiny": shape(64, 32, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512, "shared_intermediate_size": 64}
-    | {"mamba_n_heads": 8, "mamba_d_state": 16, "attention_multiplier": 0.0625}
-    | {"layer_types": [LINEAR, FULL, LINEAR, LINEAR]},
+    "granitemoehybrid-tiny": tiny(32, shared_intermediate_size=64, mamba_n_heads=8, mamba_d_state=16)
+    | {"attention_multiplier": 0.0625, "layer_types": [LINEAR, FULL, LINEAR, LINEAR]},
     "granite-4.0-h-micro": _EACH
     | _DENSE
     | shape(2048, 8192, 40, 32)

@@ -24,6 +24,7 @@ class HYV3Config(NamedLayersConfig, SharedExpertConfig):
     spellings = {"num_local_experts": "n_routed_experts"}
     rope_convention = Convention(rope_theta=11158840.0)
     rule = {"score": "sigmoid", "normalised": True, "epsilon": 1e-20}
+    head_norms = {}
 
     rms_norm_eps: float = 1e-5
     initializer_range: float = 0.006
@@ -38,9 +39,6 @@ class HYV3Config(NamedLayersConfig, SharedExpertConfig):
     @property
     def leading(self) -> int:
         return 1
-
-    def mixer(self, t: Table) -> Rows:
-        return super().mixer(t) + t.norms_of_heads()
 
     def experts(self, t: Table) -> Rows:
         experts = t.experts(router="mlp.router.gate", correction="mlp.expert_bias")

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.presets import tiny
-from megacore.models.weight_rows import Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,14 +13,12 @@ class Jais2Config(DecoderConfig):
     eps = "layer_norm_eps"
     norm_bias = True
     constants = {"norm": "layer"}
+    gated_network = False
 
     hidden_act: str = "relu2"
     layer_norm_eps: float = 1e-5
     attention_bias: bool = True
     mlp_bias: bool = True
-
-    def network(self, t: Table) -> Rows:
-        return t.plain_mlp(bias=self.mlp_bias)
 
 
 PRESETS = {"jais2-tiny": tiny()}

@@ -1,7 +1,6 @@
 """Kolibri 1 (Aleph Alpha 2026): EXAONE 4.0's attention with norms around branches, and experts chosen by logits."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from megacore.models.experts_config import MoEConfig
 from megacore.models.families.exaone4 import Exaone4Config
@@ -27,6 +26,7 @@ class Kolibri1Config(MoEConfig, Exaone4Config):
     interval = None
     pattern = 5
     parts = around("input_layernorm", "post_attention_layernorm", "post_attn_norm", "post_ffn_norm")
+    taken = {"intermediate_size": 0}
 
     intermediate_size: int = 0
     rms_norm_eps: float = 1e-6
@@ -39,11 +39,6 @@ class Kolibri1Config(MoEConfig, Exaone4Config):
 
     def experts(self, t: Table) -> Rows:
         return t.experts(correction="moe.router.expert_bias") + t.shared_expert()
-
-    @classmethod
-    def _derive(cls, values: dict[str, Any]) -> list[str]:
-        values["intermediate_size"] = 0
-        return super()._derive(values)
 
 
 PRESETS = {

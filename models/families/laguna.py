@@ -48,9 +48,7 @@ class LagunaConfig(NamedLayersConfig, LocalRopeConfig):
     moe_routed_scaling_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.num_attention_heads_per_layer is None and self.num_hidden_layers <= limits.LAYERS:
-            alike = (self.num_attention_heads,) * self.num_hidden_layers
-            object.__setattr__(self, "num_attention_heads_per_layer", alike)
+        self.fill_in("num_attention_heads_per_layer", lambda layer: self.num_attention_heads)
         super().__post_init__()
 
     def slides(self, layer: int) -> bool:

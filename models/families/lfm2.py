@@ -1,7 +1,6 @@
 """LFM2 (Liquid AI 2025, arXiv 2511.23404): gated short convolutions in most layers, attention in the others."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from megacore.models.anatomy import CONVOLUTION, FULL
 from megacore.models.config import positive
@@ -24,6 +23,8 @@ class ShortConvolutionConfig(HybridConfig):
     rope_convention = Convention(rope_theta=1e6)
     last_norm = "model.embedding_norm"
     parts = around("operator_norm", "ffn_norm")
+    network_rows = ("feed_forward.{w1,w3}", "feed_forward.w2")
+    taken = {"hidden_act": "silu", "attention_dropout": 0.0}
 
     norm_eps: float = 1e-5
     pad_token_id: int | None = 0
@@ -31,18 +32,10 @@ class ShortConvolutionConfig(HybridConfig):
     conv_bias: bool = False
     conv_L_cache: int = 3
 
-    def network(self, t: Table) -> Rows:
-        return t.gated_mlp("feed_forward.{w1,w3}", "feed_forward.w2")
-
     def mixer(self, t: Table) -> Rows:
         attention = t.attention(out="self_attn.out_proj") + t.norms_of_heads("self_attn.{}_layernorm")
         convolution = t.short_convolution(bias=self.conv_bias)
         return in_layers(self.layers_of(CONVOLUTION), convolution) + in_layers(self.layers_of(FULL), attention)
-
-    @classmethod
-    def _derive(cls, values: dict[str, Any]) -> list[str]:
-        values |= {"hidden_act": "silu", "attention_dropout": 0.0}
-        return super()._derive(values)
 
 
 @dataclass(frozen=True, kw_only=True)

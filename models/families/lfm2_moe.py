@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from megacore.models.anatomy import CONVOLUTION, FULL
 from megacore.models.experts_config import MoEConfig
 from megacore.models.families.lfm2 import ShortConvolutionConfig
-from megacore.models.presets import shape
+from megacore.models.presets import shape, tiny
 from megacore.models.weight_rows import Rows, Table, in_layers
 from megacore.parallel.routing import Routing
 
@@ -71,9 +71,7 @@ class Lfm2MoeConfig(MoEConfig, ShortConvolutionConfig):
 _KINDS = [FULL if layer in (2, 6, 10, 14, 18, 21) else CONVOLUTION for layer in range(24)]
 
 PRESETS = {
-    "lfm2_moe-tiny": shape(64, 96, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    | {"moe_intermediate_size": 32, "num_experts": 8, "num_dense_layers": 1, "layer_types": _KINDS[:4]},
+    "lfm2_moe-tiny": tiny(96, moe_intermediate_size=32, num_experts=8, num_dense_layers=1, layer_types=_KINDS[:4]),
     "lfm2-8b-a1b": shape(2048, 7168, 24, 32)
     | {"vocab_size": 65536, "max_position_embeddings": 128000, "layer_types": _KINDS},
 }

@@ -1,7 +1,6 @@
 """LFM3 (Liquid AI 2026): LFM2's convolutions beside attention with and without windows, and a gate of each head."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from megacore.models.anatomy import CONVOLUTION, FULL, SLIDING
 from megacore.models.families.lfm2 import ShortConvolutionConfig
@@ -30,6 +29,8 @@ class Lfm3Config(LocalRopeConfig):
     }
     last_norm = ShortConvolutionConfig.last_norm
     parts = around("operator_norm", "ffn_norm", "post_operator_norm", "post_ffn_norm")
+    network_rows = ("feed_forward.{w1,w3}", "feed_forward.w2")
+    taken = {"hidden_act": "silu"}
 
     norm_eps: float = 1e-5
     pad_token_id: int | None = 124893
@@ -46,9 +47,6 @@ class Lfm3Config(LocalRopeConfig):
     def kind(self, layer: int) -> str:
         return SLIDING if self.slides(layer) else FULL if layer % 4 == 2 else CONVOLUTION
 
-    def network(self, t: Table) -> Rows:
-        return t.gated_mlp("feed_forward.{w1,w3}", "feed_forward.w2")
-
     def mixer(self, t: Table) -> Rows:
         gate = {"gate": "heads"} if self.use_attention_gate else {}
         pieces = {"q": "heads head", **gate, "k": "kv head", "v": "kv head"}
@@ -62,11 +60,6 @@ class Lfm3Config(LocalRopeConfig):
 
     def params(self) -> tuple[Param, ...]:
         return tuple(row for row in super().params() if self.use_sandwich_norm or "_out_norm." not in row.name)
-
-    @classmethod
-    def _derive(cls, values: dict[str, Any]) -> list[str]:
-        values["hidden_act"] = "silu"
-        return super()._derive(values)
 
 
 PRESETS = {

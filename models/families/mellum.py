@@ -8,7 +8,6 @@ from megacore.models.local_rope import LocalRopeConfig
 from megacore.models.mtp import FIELD
 from megacore.models.presets import tiny
 from megacore.models.rope_config import Convention
-from megacore.models.weight_rows import Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +28,7 @@ class MellumConfig(NamedLayersConfig, LocalRopeConfig):
         "expert_mlp": "moe_intermediate_size",
     }
     rope_kinds = {SLIDING: Convention(scaled=False), FULL: Convention(rope_theta=500000.0)}
+    head_norms = {}
 
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
@@ -40,9 +40,6 @@ class MellumConfig(NamedLayersConfig, LocalRopeConfig):
 
     def slides(self, layer: int) -> bool:
         return False
-
-    def mixer(self, t: Table) -> Rows:
-        return super().mixer(t) + t.norms_of_heads()
 
 
 PRESETS = {

@@ -51,13 +51,11 @@ class MiniMaxM2Config(RotaryDimConfig, MoEConfig):
     axes = {**MoEConfig.axes, "experts": "num_local_experts"}
     rope_convention = Convention(rope_theta=5e6, partial_rotary_factor=1.0)
     rule = {"score": "sigmoid", "normalised": True}
+    head_norms = {"of": OF_ALL}
 
     rms_norm_eps: float = 1e-6
     num_local_experts: int = 256
     num_experts_per_tok: int = 8
-
-    def mixer(self, t: Table) -> Rows:
-        return super().mixer(t) + t.norms_of_heads(of=OF_ALL)
 
     def experts(self, t: Table) -> Rows:
         moe = "block_sparse_moe"

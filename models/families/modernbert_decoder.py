@@ -8,7 +8,7 @@ from megacore.models.anatomy import ACTIVATIONS, FULL, SLIDING
 from megacore.models.local_rope import LocalRopeConfig
 from megacore.models.presets import tiny
 from megacore.models.rope_config import Convention
-from megacore.models.weight_rows import Rows, Table, around, in_layers
+from megacore.models.weight_rows import Table, around, in_layers
 from megacore.parallel.weights.schema import Param
 
 
@@ -32,6 +32,8 @@ class ModernBertDecoderConfig(LocalRopeConfig):
     parts = around("attn_norm", "mlp_norm")
     constants = {"norm": "layer"}
     told = {"head_activation": "classifier_activation"}
+    attention_rows = {"hf": "attn.{q,k,v}_proj", "out": "attn.Wo"}
+    network_rows = ("mlp.Wi", "mlp.Wo")
 
     hidden_act: str = "gelu"
     max_position_embeddings: int = 8192
@@ -54,13 +56,6 @@ class ModernBertDecoderConfig(LocalRopeConfig):
     def table(self, **own: Any) -> Table:
         return super().table(**({"norm_bias": self.norms_have_bias} | own))
 
-    def mixer(self, t: Table) -> Rows:
-        bias = self.attention_bias
-        return t.attention(hf="attn.{q,k,v}_proj", out="attn.Wo", bias=bias, out_bias=bias)
-
-    def network(self, t: Table) -> Rows:
-        return t.gated_mlp("mlp.Wi", "mlp.Wo", bias=self.mlp_bias)
-
     def params(self) -> tuple[Param, ...]:
         t, later = self.table(), range(1, self.num_hidden_layers)
         embed, *others = super().params()
@@ -71,8 +66,8 @@ class ModernBertDecoderConfig(LocalRopeConfig):
         return embed, *t.embed_norm("model.embeddings.norm"), *blocks, *t.dense_head(bias=self.classifier_bias)
 
     @property
-    def ends(self) -> Mapping[str, Any]:
-        return {**super().ends, "head_bias": self.decoder_bias}
+    def head_bias(self) -> bool:
+        return self.decoder_bias
 
     def problems(self) -> list[str]:
         known = self.classifier_activation in ACTIVATIONS

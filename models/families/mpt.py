@@ -7,7 +7,7 @@ from typing import Any
 from megacore.models.anatomy import Alibi, Anatomy
 from megacore.models.config import above_zero, positive
 from megacore.models.learned_positions import NoRopeConfig
-from megacore.models.weight_rows import QKV_EACH, Rows, Table, around
+from megacore.models.weight_rows import QKV_EACH, around
 
 _SECTION = "attn_config"
 _FIXED: Mapping[str, Any] = {"alibi": True, "prefix_lm": False, "qk_ln": False, "attn_type": "multihead_attention"}
@@ -42,6 +42,11 @@ class MptConfig(NoRopeConfig):
     constants = {"padding_idx": None}
     told = {"branch_dropout": "attention_dropout"}
     parts = around("norm_1", "norm_2")
+    attention_rows = {"hf": "attn.Wqkv", "out": "attn.out_proj", "here": QKV_EACH}
+    network_rows = ("ffn.up_proj", "ffn.down_proj")
+    gated_network = False
+    taken = {"hidden_act": "gelu"}
+    mlp_ratio = 4
 
     hidden_act: str = "gelu"
     layer_norm_epsilon: float = 1e-5
@@ -55,12 +60,6 @@ class MptConfig(NoRopeConfig):
     def anatomy(self) -> Anatomy:
         scale = self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
         return self.anatomy_of(alibi=Alibi(self.alibi_bias_max), attention_scale=scale, qkv_limit=self.clip_qkv or None)
-
-    def mixer(self, t: Table) -> Rows:
-        return t.attention(hf="attn.Wqkv", out="attn.out_proj", here=QKV_EACH)
-
-    def network(self, t: Table) -> Rows:
-        return t.plain_mlp("ffn.up_proj", "ffn.down_proj")
 
     def problems(self) -> list[str]:
         return super().problems() + positive(self, "alibi_bias_max") + above_zero(self, "softmax_scale")
@@ -79,13 +78,6 @@ class MptConfig(NoRopeConfig):
             for name, value in _FIXED.items()
             if section.get(name, value) != value
         ]
-
-    @classmethod
-    def _derive(cls, values: dict[str, Any]) -> list[str]:
-        hidden = values.get("hidden_size")
-        values |= {"hidden_act": cls.hidden_act}
-        values |= {"intermediate_size": 4 * hidden} if isinstance(hidden, int) else {}
-        return super()._derive(values)
 
     def _write(self) -> dict[str, Any]:
         section: dict[str, Any] = {theirs: getattr(self, ours) for theirs, ours in _READ.items()}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megacore.models.config import above_zero
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.presets import shape
-from megacore.models.weight_rows import BRANCHES, Rows, Table
+from megacore.models.weight_rows import BRANCHES
 
 _QKV = "(q: heads ({0}) + k: kv ({0}) + v: kv head)"
 _PLAIN = ("embed_norm", "attn_norm", "attn.q_norm", "attn.k_norm", "mlp_norm", "norm")
@@ -22,6 +22,9 @@ class NanoChatConfig(DecoderConfig):
     told = {"logit_softcap": "final_logit_softcapping"}
     parts = BRANCHES
     small_ends = True
+    attention_rows = {"here": _QKV.format("a: half + b: half"), "stored": _QKV.format("b: half + a: half")}
+    network_rows = ("mlp.fc1", "mlp.fc2")
+    gated_network = False
 
     hidden_act: str = "relu2"
     rms_norm_eps: float = 1e-6
@@ -33,13 +36,6 @@ class NanoChatConfig(DecoderConfig):
     @property
     def sizes(self) -> Mapping[str, int]:
         return {**super().sizes, "half": self.head_dim // 2}
-
-    def mixer(self, t: Table) -> Rows:
-        here, stored = _QKV.format("a: half + b: half"), _QKV.format("b: half + a: half")
-        return t.attention(here=here, stored=stored, bias=self.attention_bias, out_bias=self.attention_bias)
-
-    def network(self, t: Table) -> Rows:
-        return t.plain_mlp("mlp.fc1", "mlp.fc2")
 
     def problems(self) -> list[str]:
         return super().problems() + above_zero(self, "final_logit_softcapping")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.presets import shape, tiny
 from megacore.models.rope_config import Convention
-from megacore.models.weight_rows import BRANCHES, NORMS, Rows, Table
+from megacore.models.weight_rows import BRANCHES, NORMS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,15 +19,13 @@ class NemotronConfig(DecoderConfig):
     norm_bias = True
     constants = {"norm": "layer", "norm_offset": 1.0}
     parts = BRANCHES | NORMS
+    gated_network = False
 
     hidden_act: str = "relu2"
     initializer_range: float = 0.0134
     norm_eps: float = 1e-5
     attention_bias: bool = False
     mlp_bias: bool = False
-
-    def network(self, t: Table) -> Rows:
-        return t.plain_mlp(bias=self.mlp_bias)
 
 
 _NEMOTRON = {"vocab_size": 256000, "num_key_value_heads": 8, "max_position_embeddings": 4096}

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.presets import rope, shape
-from megacore.models.weight_rows import BRANCHES, OF_ALL, OUT_NORMS, Rows, Table
+from megacore.models.weight_rows import BRANCHES, OF_ALL, OUT_NORMS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,13 +12,11 @@ class Olmo2Config(DecoderConfig):
     family = "olmo2"
     architecture = "Olmo2ForCausalLM"
     parts = BRANCHES | OUT_NORMS
+    head_norms = {"of": OF_ALL}
 
     rms_norm_eps: float = 1e-5
     pad_token_id: int | None = 1
     attention_bias: bool = False
-
-    def mixer(self, t: Table) -> Rows:
-        return super().mixer(t) + t.norms_of_heads(of=OF_ALL)
 
 
 _EACH = {

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from megacore.models.anatomy import FULL, SLIDING
 from megacore.models.families.olmo2 import Olmo2Config
 from megacore.models.local_rope import LocalRopeConfig
-from megacore.models.presets import shape, yarn
+from megacore.models.presets import shape, tiny, yarn
 from megacore.models.rope_config import Convention
 
 
@@ -30,9 +30,7 @@ _EACH = {
 }
 
 PRESETS = {
-    "olmo3-tiny": _EACH
-    | shape(64, 176, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "pad_token_id": None, "sliding_window": 128},
+    "olmo3-tiny": _EACH | tiny(max_position_embeddings=65536, pad_token_id=None, sliding_window=128),
     "olmo3-7b": _EACH | shape(4096, 11008, 32, 32),
     "olmo3-32b": _EACH | shape(5120, 27648, 64, 40) | {"num_key_value_heads": 8},
 }

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from megacore.models.config import above_zero
 from megacore.models.experts_config import MoEConfig
-from megacore.models.presets import shape
-from megacore.models.weight_rows import OF_ALL, Rows, Table
+from megacore.models.presets import shape, tiny
+from megacore.models.weight_rows import OF_ALL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +15,7 @@ class OlmoeConfig(MoEConfig):
     derived = frozenset({"head_dim"})
     spellings = {"num_local_experts": "num_experts"}
     told = {"qkv_limit": "clip_qkv"}
+    head_norms = {"of": OF_ALL}
 
     rms_norm_eps: float = 1e-5
     pad_token_id: int | None = 1
@@ -24,9 +25,6 @@ class OlmoeConfig(MoEConfig):
     num_experts_per_tok: int = 8
     norm_topk_prob: bool = False
 
-    def mixer(self, t: Table) -> Rows:
-        return super().mixer(t) + t.norms_of_heads(of=OF_ALL)
-
     def problems(self) -> list[str]:
         return super().problems() + above_zero(self, "clip_qkv")
 
@@ -34,8 +32,6 @@ class OlmoeConfig(MoEConfig):
 _EACH = {"vocab_size": 50304, "max_position_embeddings": 4096}
 
 PRESETS = {
-    "olmoe-tiny": _EACH
-    | shape(64, 32, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "num_experts": 16, "num_experts_per_tok": 4},
+    "olmoe-tiny": tiny(32, max_position_embeddings=4096, num_experts=16, num_experts_per_tok=4),
     "olmoe-1b-7b": _EACH | shape(2048, 1024, 16, 16),
 }

@@ -4,7 +4,6 @@ Hugging Face stores its matrices transposed (Conv1D): the axis that is read is s
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from megacore.models.anatomy import Anatomy
 from megacore.models.learned_positions import LearnedPositionsConfig
@@ -43,6 +42,7 @@ class OpenAiGptConfig(LearnedPositionsConfig):
     norm_bias = True
     told = {"branch_dropout": "resid_pdrop", "embedding_dropout": "embd_pdrop"}
     parts = {"mixer": "", "attn_sum_norm": "ln_1", "network": "", "mlp_sum_norm": "ln_2"}
+    mlp_ratio = 4
 
     vocab_size: int = 40478
     max_position_embeddings: int = 512
@@ -70,12 +70,6 @@ class OpenAiGptConfig(LearnedPositionsConfig):
             *t.linear("mlp.up", "mlp", "embed", "mlp.c_fc", bias=True, stored="embed mlp"),
             *t.linear("mlp.down", "embed", "mlp", "mlp.c_proj", bias=True, stored="mlp embed", ends=True),
         )
-
-    @classmethod
-    def _derive(cls, values: dict[str, Any]) -> list[str]:
-        hidden = values.get("hidden_size")
-        values |= {"intermediate_size": 4 * hidden} if isinstance(hidden, int) else {}
-        return super()._derive(values)
 
 
 PRESETS = {

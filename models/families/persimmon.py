@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.presets import rope, shape
 from megacore.models.rope_config import Convention
-from megacore.models.weight_rows import QKV_BY_HEAD, QKV_EACH, Rows, Table
+from megacore.models.weight_rows import BY_HEAD, Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,18 +20,17 @@ class PersimmonConfig(DecoderConfig):
     norm_bias = True
     last_norm = "model.final_layernorm"
     constants = {"norm": "layer"}
+    attention_rows = {"hf": "self_attn.query_key_value", "out": "self_attn.dense"} | BY_HEAD
+    network_rows = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+    attention_bias = mlp_bias = True
+    gated_network = False
 
     hidden_act: str = "relu2"
     layer_norm_eps: float = 1e-5
     qk_layernorm: bool = True
 
     def mixer(self, t: Table) -> Rows:
-        hf, out = "self_attn.query_key_value", "self_attn.dense"
-        attention = t.attention(hf=hf, out=out, here=QKV_EACH, stored=QKV_BY_HEAD, bias=True, out_bias=True)
-        return attention + (t.norms_of_heads("self_attn.{}_layernorm") if self.qk_layernorm else ())
-
-    def network(self, t: Table) -> Rows:
-        return t.plain_mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", bias=True)
+        return super().mixer(t) + (t.norms_of_heads("self_attn.{}_layernorm") if self.qk_layernorm else ())
 
 
 PRESETS = {

@@ -1,9 +1,7 @@
 """Phi-1, Phi-1.5, Phi-2 (Gunasekar et al. 2023, arXiv 2306.11644; Li et al. 2023, arXiv 2309.05463): branches side by
 side behind one LayerNorm, biases everywhere, the head's included, and heads of which a part turns."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.presets import shape
@@ -23,6 +21,10 @@ class PhiConfig(DecoderConfig):
     constants = {"norm": "layer", "parallel": True}
     told = {"branch_dropout": "resid_pdrop", "embedding_dropout": "embd_pdrop"}
     parts = BRANCHES | {"attn_norm": "input_layernorm"}
+    attention_rows = {"out": "self_attn.dense"}
+    network_rows = ("mlp.fc1", "mlp.fc2")
+    attention_bias = mlp_bias = head_bias = True
+    gated_network = False
 
     hidden_act: str = "gelu_new"
     layer_norm_eps: float = 1e-5
@@ -30,16 +32,8 @@ class PhiConfig(DecoderConfig):
     resid_pdrop: float = 0.0
     embd_pdrop: float = 0.0
 
-    @property
-    def ends(self) -> Mapping[str, Any]:
-        return {**super().ends, "head_bias": True}
-
     def mixer(self, t: Table) -> Rows:
-        norms = t.norms_of_heads("self_attn.{}_layernorm") if self.qk_layernorm else ()
-        return t.attention(bias=True, out="self_attn.dense", out_bias=True) + norms
-
-    def network(self, t: Table) -> Rows:
-        return t.plain_mlp("mlp.fc1", "mlp.fc2", bias=True)
+        return super().mixer(t) + (t.norms_of_heads("self_attn.{}_layernorm") if self.qk_layernorm else ())
 
 
 _PHI = {"vocab_size": 51200, "max_position_embeddings": 2048}

@@ -8,7 +8,7 @@ from typing import Any
 from megacore.models.layer_types import OneWindowConfig
 from megacore.models.presets import rope, shape, tiny
 from megacore.models.rope_config import Convention
-from megacore.models.weight_rows import BRANCHES, NORMS, Rows, Table
+from megacore.models.weight_rows import BRANCHES, NORMS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +26,12 @@ class Phi3Config(OneWindowConfig):
     )
     told = {"branch_dropout": "resid_pdrop"}
     parts = BRANCHES | NORMS
+    attention_rows = {"hf": "self_attn.qkv_proj"}
+    network_rows = ("mlp.gate_up_proj",)
 
     rms_norm_eps: float = 1e-5
     resid_pdrop: float = 0.0
     pad_token_id: int | None = 32000
-
-    def mixer(self, t: Table) -> Rows:
-        return t.attention(hf="self_attn.qkv_proj")
-
-    def network(self, t: Table) -> Rows:
-        return t.gated_mlp("mlp.gate_up_proj")
 
 
 _PHI3_MINI = {"vocab_size": 32064} | shape(3072, 8192, 32, 32)

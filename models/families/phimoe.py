@@ -5,9 +5,7 @@ The paper trains with experts that are drawn at random and inputs that are jitte
 Here the best two are trained, as they are when it is asked.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from megacore.models.families.mixtral import MixtralConfig
 from megacore.models.presets import shape
@@ -38,8 +36,8 @@ class PhimoeConfig(MixtralConfig):
         return Routing(experts=self.num_local_experts, top_k=2, weigh="close", reach=2 * self.router_jitter_noise)
 
     @property
-    def ends(self) -> Mapping[str, Any]:
-        return {**super().ends, "head_bias": self.lm_head_bias}
+    def head_bias(self) -> bool:
+        return self.lm_head_bias
 
 
 PRESETS = {

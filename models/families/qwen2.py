@@ -5,7 +5,6 @@ from typing import Any
 
 from megacore.models.layer_types import WindowedConfig
 from megacore.models.presets import rope, shape, tiny
-from megacore.models.weight_rows import Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +13,8 @@ class Qwen2Config(WindowedConfig):
     architecture = "Qwen2ForCausalLM"
     harmless = frozenset({"use_mrope"})
     defaults = {"num_key_value_heads": 32}
+    attention_bias = True
+    out_bias = False
 
     rms_norm_eps: float = 1e-6
     use_sliding_window: bool = False
@@ -21,9 +22,6 @@ class Qwen2Config(WindowedConfig):
 
     def slides(self, layer: int) -> bool:
         return self.sliding_window is not None and layer >= self.max_window_layers
-
-    def mixer(self, t: Table) -> Rows:
-        return t.attention(bias=True)
 
     @classmethod
     def _derive(cls, values: dict[str, Any]) -> list[str]:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from megacore.models.families.qwen2 import Qwen2Config
 from megacore.models.presets import rope, shape
-from megacore.models.weight_rows import Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,12 +11,10 @@ class Qwen3Config(Qwen2Config):
     family = "qwen3"
     architecture = "Qwen3ForCausalLM"
     defaults = {**Qwen2Config.defaults, "head_dim": 128}
+    head_norms = {}
+    out_bias = True
 
     attention_bias: bool = False
-
-    def mixer(self, t: Table) -> Rows:
-        bias = self.attention_bias
-        return t.attention(bias=bias, out_bias=bias) + t.norms_of_heads()
 
 
 _EACH = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, **rope(1e6)}

@@ -7,7 +7,7 @@ from typing import Any
 from megacore.models.config import Shapes
 from megacore.models.experts_config import MoEConfig, SparseConfig
 from megacore.models.layer_types import OneWindowConfig
-from megacore.models.presets import rope, shape
+from megacore.models.presets import rope, shape, tiny
 from megacore.models.weight_rows import Rows, Table
 
 
@@ -22,6 +22,7 @@ class Qwen3MoeConfig(SparseConfig, OneWindowConfig):
     axes = {**SparseConfig.axes, "experts": "num_local_experts"}
     # Which no file of the family says: it is said of a part of Qwen3-VL.
     derived = frozenset({"stacked_experts"})
+    head_norms = {}
 
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
@@ -32,9 +33,6 @@ class Qwen3MoeConfig(SparseConfig, OneWindowConfig):
     num_experts_per_tok: int = 8
     # Where a tensor has all experts of a layer: what stands first in it, "inputs" or "outputs".
     stacked_experts: str = ""
-
-    def mixer(self, t: Table) -> Rows:
-        return super().mixer(t) + t.norms_of_heads()
 
     def experts(self, t: Table) -> Rows:
         if not self.stacked_experts:
@@ -72,9 +70,7 @@ _EACH = {
 
 PRESETS = {
     "qwen3_moe-tiny": _EACH
-    | shape(64, 176, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 16}
-    | {"moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4},
+    | tiny(max_position_embeddings=40960, head_dim=16, moe_intermediate_size=32, num_experts=16, num_experts_per_tok=4),
     "qwen3-30b-a3b": _EACH | shape(2048, 6144, 48, 32),
     "qwen3-235b-a22b": _EACH | shape(4096, 12288, 94, 64) | {"moe_intermediate_size": 1536},
 }

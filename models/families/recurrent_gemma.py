@@ -42,6 +42,8 @@ class RecurrentGemmaConfig(LayerTypesConfig):
     last_norm = "model.final_norm"
     constants = {"norm_offset": 1.0}
     told = {"logit_softcap": "logits_soft_cap"}
+    network_rows = ("mlp_block.{gate,up}_proj", "mlp_block.down_proj")
+    mlp_bias = True
 
     hidden_act: str = "gelu_pytorch_tanh"
     rms_norm_eps: float = 1e-6
@@ -84,9 +86,6 @@ class RecurrentGemmaConfig(LayerTypesConfig):
         attention = t.attention(hf=hf[0], out=hf[1], bias=self.attention_bias, out_bias=True)
         recurrent = in_layers(self.layers_of(LINEAR), t.recurrent_unit("temporal_block"))
         return recurrent + in_layers(self.layers_of(SLIDING), attention)
-
-    def network(self, t: Table) -> Rows:
-        return t.gated_mlp("mlp_block.{gate,up}_proj", "mlp_block.down_proj", bias=True)
 
     def problems(self) -> list[str]:
         found = super().problems() + above_zero(self, "logits_soft_cap")
