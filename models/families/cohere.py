@@ -51,13 +51,10 @@ def _rope(theta: float) -> dict[str, Any]:
 
 PRESETS = {
     "cohere-tiny": tiny(use_qk_norm=True),
-    "aya-23-8b": _rope(10000.0)
-    | shape(4096, 14336, 32, 32)
-    | {"num_key_value_heads": 8, "max_position_embeddings": 8192},
+    "aya-23-8b": _rope(10000.0) | shape(4096, 14336, 32, 32, num_key_value_heads=8, max_position_embeddings=8192),
     "command-r": _rope(8000000.0) | shape(8192, 22528, 40, 64) | {"max_position_embeddings": 8192},
     "command-r-08-2024": _rope(4000000.0)
-    | shape(8192, 24576, 40, 64)
-    | {"num_key_value_heads": 8, "max_position_embeddings": 131072},
+    | shape(8192, 24576, 40, 64, num_key_value_heads=8, max_position_embeddings=131072),
     "command-r-plus": _rope(75000000.0)
     | shape(12288, 33792, 64, 96)
     | {"num_key_value_heads": 8, "max_position_embeddings": 8192, "use_qk_norm": True, "logit_scale": 0.8333},

@@ -61,8 +61,7 @@ _EACH = {"vocab_size": 102400, "max_position_embeddings": 163840, "num_experts_p
 PRESETS = {
     "deepseek_v2-tiny": tiny_latent(96, q_lora_rank=None, first_k_dense_replace=1) | EXPERTS,
     "deepseek-v2-lite": _EACH
-    | shape(2048, 10944, 27, 16)
-    | {"q_lora_rank": None, "moe_intermediate_size": 1408, "rope_parameters": _YARN},
+    | shape(2048, 10944, 27, 16, q_lora_rank=None, moe_intermediate_size=1408, rope_parameters=_YARN),
     "deepseek-v2": _EACH
     | shape(5120, 12288, 60, 128)
     | {"moe_intermediate_size": 1536, "n_routed_experts": 160, "routed_scaling_factor": 16.0, "rope_parameters": _YARN}

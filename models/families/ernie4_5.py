@@ -33,6 +33,5 @@ class Ernie4_5Config(DecoderConfig):
 
 PRESETS = {
     "ernie4_5-tiny": tiny(head_dim=16),
-    "ernie-4.5-0.3b": shape(1024, 3072, 18, 16)
-    | {"vocab_size": 103424, "max_position_embeddings": 131072, "head_dim": 128},
+    "ernie-4.5-0.3b": shape(1024, 3072, 18, 16, vocab_size=103424, max_position_embeddings=131072, head_dim=128),
 }

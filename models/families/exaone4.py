@@ -37,7 +37,5 @@ PRESETS = {
     | shape(2048, 4096, 30, 32)
     | {"head_dim": 64, "max_position_embeddings": 65536, "sliding_window": None, "tie_word_embeddings": True}
     | {"rope_parameters": _ROPE},
-    "exaone-4.0-32b": EXAONE4
-    | shape(5120, 27392, 64, 40)
-    | {"max_position_embeddings": 131072, "rope_parameters": _ROPE},
+    "exaone-4.0-32b": EXAONE4 | shape(5120, 27392, 64, 40, max_position_embeddings=131072, rope_parameters=_ROPE),
 }

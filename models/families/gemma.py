@@ -44,7 +44,6 @@ class GemmaConfig(DecoderConfig):
 
 PRESETS = {
     "gemma-tiny": tiny(num_key_value_heads=1, head_dim=32),
-    "gemma-2b": shape(2048, 16384, 18, 8)
-    | {"vocab_size": 256000, "num_key_value_heads": 1, "max_position_embeddings": 8192},
+    "gemma-2b": shape(2048, 16384, 18, 8, vocab_size=256000, num_key_value_heads=1, max_position_embeddings=8192),
     "gemma-7b": shape(3072, 24576, 28, 16) | {"vocab_size": 256000, "max_position_embeddings": 8192},
 }

@@ -51,6 +51,5 @@ PRESETS = {
     "gemma-2-2b": _GEMMA2 | shape(2304, 9216, 26, 8),
     "gemma-2-9b": _GEMMA2 | shape(3584, 14336, 42, 16) | {"num_key_value_heads": 8},
     "gemma-2-27b": _GEMMA2
-    | shape(4608, 36864, 46, 32)
-    | {"num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 144},
+    | shape(4608, 36864, 46, 32, num_key_value_heads=16, head_dim=128, query_pre_attn_scalar=144),
 }

@@ -78,8 +78,7 @@ PRESETS = {
     | {"attention_multiplier": 0.0625, "layer_types": [LINEAR, FULL, LINEAR, LINEAR]},
     "granite-4.0-h-micro": _EACH
     | _DENSE
-    | shape(2048, 8192, 40, 32)
-    | {"num_key_value_heads": 8, "mamba_n_heads": 64, "logits_scaling": 8.0},
+    | shape(2048, 8192, 40, 32, num_key_value_heads=8, mamba_n_heads=64, logits_scaling=8.0),
     "granite-4.0-micro": _EACH
     | _DENSE
     | shape(2560, 8192, 40, 40)

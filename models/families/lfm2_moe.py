@@ -72,6 +72,5 @@ _KINDS = [FULL if layer in (2, 6, 10, 14, 18, 21) else CONVOLUTION for layer in 
 
 PRESETS = {
     "lfm2_moe-tiny": tiny(96, moe_intermediate_size=32, num_experts=8, num_dense_layers=1, layer_types=_KINDS[:4]),
-    "lfm2-8b-a1b": shape(2048, 7168, 24, 32)
-    | {"vocab_size": 65536, "max_position_embeddings": 128000, "layer_types": _KINDS},
+    "lfm2-8b-a1b": shape(2048, 7168, 24, 32, vocab_size=65536, max_position_embeddings=128000, layer_types=_KINDS),
 }

@@ -32,9 +32,7 @@ PRESETS = {
     "llama-3.1-70b": _LLAMA3 | shape(8192, 28672, 80, 64) | {"rope_parameters": llama3(500000.0, 8.0)},
     "llama-3.1-405b": _LLAMA3 | shape(16384, 53248, 126, 128) | {"rope_parameters": llama3(500000.0, 8.0)},
     "llama-3.2-1b": _LLAMA3
-    | shape(2048, 8192, 16, 32)
-    | {"head_dim": 64, "tie_word_embeddings": True, "rope_parameters": llama3(500000.0, 32.0)},
+    | shape(2048, 8192, 16, 32, head_dim=64, tie_word_embeddings=True, rope_parameters=llama3(500000.0, 32.0)),
     "llama-3.2-3b": _LLAMA3
-    | shape(3072, 8192, 28, 24)
-    | {"head_dim": 128, "tie_word_embeddings": True, "rope_parameters": llama3(500000.0, 32.0)},
+    | shape(3072, 8192, 28, 24, head_dim=128, tie_word_embeddings=True, rope_parameters=llama3(500000.0, 32.0)),
 }

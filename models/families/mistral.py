@@ -34,7 +34,6 @@ PRESETS = {
     "mistral-nemo-12b": _EACH | shape(5120, 14336, 40, 32) | _NEMO | _rope(1e6) | {"max_position_embeddings": 131072},
     "mistral-small-24b": _EACH | shape(5120, 32768, 40, 32) | _NEMO | _rope(1e8),
     "mistral-large-123b": _EACH
-    | shape(12288, 28672, 88, 96)
-    | {"vocab_size": 32768, "sliding_window": None, "max_position_embeddings": 131072}
+    | shape(12288, 28672, 88, 96, vocab_size=32768, sliding_window=None, max_position_embeddings=131072)
     | _rope(1e6),
 }

@@ -161,8 +161,7 @@ PRESETS = {
     "nemotron_h-tiny": tiny(layers=5, head_dim=16, mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=16, n_groups=2)
     | {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64, "hybrid_override_pattern": "ME*M-"},
     "nemotron-h-8b": _EACH
-    | shape(4096, 21504, 52, 32)
-    | {"hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"},
+    | shape(4096, 21504, 52, 32, hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"),
     "nemotron-3-nano-30b-a3b": shape(2688, 1856, 52, 32)
     | {"vocab_size": 131072, "num_key_value_heads": 2, "max_position_embeddings": 262144, "mamba_num_heads": 64}
     | {"n_routed_experts": 128, "num_experts_per_tok": 6, "routed_scaling_factor": 2.5}

@@ -110,6 +110,5 @@ _EACH = {"rms_norm_eps": 1e-6, "rope_parameters": _NOPE}
 PRESETS = {
     "olmo_hybrid-tiny": _EACH | tiny(pad_token_id=None) | STATES,
     "olmo-hybrid-7b": _EACH
-    | shape(3840, 11008, 32, 30)
-    | {"vocab_size": 100352, "max_position_embeddings": 65536, "linear_key_head_dim": 96},
+    | shape(3840, 11008, 32, 30, vocab_size=100352, max_position_embeddings=65536, linear_key_head_dim=96),
 }

@@ -48,6 +48,5 @@ PRESETS = {
     "stablelm-3b-4e1t": shape(2560, 6912, 32, 32) | {"vocab_size": 50304, "max_position_embeddings": 4096},
     "stablelm-2-1.6b": _STABLELM2 | shape(2048, 5632, 24, 32) | {"use_qkv_bias": True},
     "stablelm-2-12b": _STABLELM2
-    | shape(5120, 13824, 40, 32)
-    | {"num_key_value_heads": 8, "qk_layernorm": True, "use_parallel_residual": True},
+    | shape(5120, 13824, 40, 32, num_key_value_heads=8, qk_layernorm=True, use_parallel_residual=True),
 }

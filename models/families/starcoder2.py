@@ -50,11 +50,8 @@ _STARCODER2 = {"vocab_size": 49152, "max_position_embeddings": 16384, "sliding_w
 
 PRESETS = {
     "starcoder2-tiny": tiny(256, sliding_window=64),
-    "starcoder2-3b": _STARCODER2
-    | shape(3072, 12288, 30, 24)
-    | {"num_key_value_heads": 2, "rope_theta": 999999.4420358813},
+    "starcoder2-3b": _STARCODER2 | shape(3072, 12288, 30, 24, num_key_value_heads=2, rope_theta=999999.4420358813),
     "starcoder2-7b": _STARCODER2 | shape(4608, 18432, 32, 36) | {"num_key_value_heads": 4, "rope_theta": 1000000.0},
     "starcoder2-15b": _STARCODER2
-    | shape(6144, 24576, 40, 48)
-    | {"num_key_value_heads": 4, "rope_theta": 100000.0, "tie_word_embeddings": False},
+    | shape(6144, 24576, 40, 48, num_key_value_heads=4, rope_theta=100000.0, tie_word_embeddings=False),
 }

@@ -166,7 +166,6 @@ PRESETS = {
     "zamba2-tiny": tiny(layers=5, n_mamba_heads=8, mamba_d_state=16, num_mem_blocks=2, adapter_rank=4)
     | _types(5, 1, 2, 4),
     "zamba2-1.2b": _EACH
-    | shape(2048, 8192, 38, 32)
-    | {"mamba_d_state": 128, "use_mem_rope": True, "use_shared_attention_adapter": True}
+    | shape(2048, 8192, 38, 32, mamba_d_state=128, use_mem_rope=True, use_shared_attention_adapter=True)
     | _types(38, *range(5, 36, 6)),
 }
