@@ -10,8 +10,9 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cached_property, lru_cache
+from inspect import formatannotation
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from megacore.models import scores
@@ -236,9 +237,9 @@ class ModelConfig(ABC):
         missing = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
         problems += [f"field {cls.saved.get(name, name)!r} is missing" for name in missing if name not in values]
         problems += [
-            f"{cls.saved.get(field.name, field.name)} is {values[field.name]!r}, which is not of type {field.type}"
+            f"{cls.saved.get(field.name, field.name)} is {values[field.name]!r}, which is not of type {_type(field)}"
             for field in fields(cls)
-            if field.name in values and not _is_of(values[field.name], str(field.type))
+            if field.name in values and not _is_of(values[field.name], _type(field))
         ]
         if problems:
             raise ModelConfigError(cls.family, problems)
@@ -334,6 +335,11 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "tuple[float, ...]": (tuple,),
     "tuple[float, ...] | None": (tuple, type(None)),
 }
+
+
+def _type(of: Field[Any]) -> str:
+    """Return the type of a field as its annotation spells it, whether or not its file keeps annotations as text."""
+    return of.type if isinstance(of.type, str) else formatannotation(of.type)
 
 
 def _is_of(value: object, type_name: str) -> bool:

@@ -6,7 +6,7 @@ A family adds its own fields, its weights table and its anatomy. No torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -64,6 +64,17 @@ class DecoderConfig(ModelConfig):
     out_bias: ClassVar[bool] = True
     # Whether linears that end branches are drawn smaller, so that the sum of the branches keeps its size (GPT-2).
     small_ends: ClassVar[bool] = False
+    # Hugging Face's names of attention and its sentences, as `Table.attention` takes them; and what `norms_of_heads`
+    # does, where heads have norms.
+    attention_rows: ClassVar[Mapping[str, Any]] = {}
+    head_norms: ClassVar[Mapping[str, Any] | None] = None
+    # Hugging Face's names of the linears of a network, where they are not LLaMA's; whether it is gated.
+    network_rows: ClassVar[tuple[str, ...]] = ()
+    gated_network: ClassVar[bool] = True
+    # The values of fields that transformers' class has whatever a file says; and how many times `hidden_size`
+    # `intermediate_size` is, where that is so in any case. Both are among `derived`.
+    taken: ClassVar[Mapping[str, Any]] = {}
+    mlp_ratio: ClassVar[int] = 0
     # Of a class and its bases together: what its anatomy has in any case, and {what it has: the field that says it}.
     constants: ClassVar[Mapping[str, Any]] = {}
     told: ClassVar[Mapping[str, str]] = {}
@@ -84,6 +95,11 @@ class DecoderConfig(ModelConfig):
     def __post_init__(self) -> None:
         """Fill in what a null stands for."""
 
+    def fill_in(self, name: str, of: Callable[[int], object]) -> None:
+        """Fill in a field that says something of each layer, where it is null, unless there are too many layers."""
+        if getattr(self, name) is None and self.num_hidden_layers <= limits.LAYERS:
+            object.__setattr__(self, name, tuple(of(layer) for layer in range(self.num_hidden_layers)))
+
     @classmethod
     def _of_bases(cls, table: str) -> dict[str, Any]:
         """Return what the tables of this name say, of the class and its bases; the class wins."""
@@ -102,6 +118,11 @@ class DecoderConfig(ModelConfig):
     @property
     def mlp_bias(self) -> bool:
         """Whether feed-forward networks have biases; a field, where the family has one."""
+        return False
+
+    @property
+    def head_bias(self) -> bool:
+        """Whether the head has a bias; a field, where the family has one of this name."""
         return False
 
     @property
@@ -127,17 +148,20 @@ class DecoderConfig(ModelConfig):
     def mixer(self, t: Table) -> Rows:
         """Return the rows of what mixes tokens: attention, as LLaMA's."""
         bias = self.attention_bias
-        return t.attention(bias=bias, out_bias=bias and self.out_bias, pairs=self.pairs)
+        plain = {"bias": bias, "out_bias": bias and self.out_bias, "pairs": self.pairs}
+        attention = t.attention(**{**plain, **self.attention_rows})
+        return attention if self.head_norms is None else attention + t.norms_of_heads(**self.head_norms)
 
     def network(self, t: Table) -> Rows:
-        """Return the rows of what each token goes through by itself: a gated feed-forward network, as LLaMA's."""
-        return t.gated_mlp(bias=self.mlp_bias)
+        """Return the rows of what each token goes through by itself: a feed-forward network."""
+        return (t.gated_mlp if self.gated_network else t.plain_mlp)(*self.network_rows, bias=self.mlp_bias)
 
     @property
     def ends(self) -> Mapping[str, Any]:
         """How the ends of the model are named, and whether its head has a bias."""
         embed, head = (name.removesuffix(".weight") for name in self.tied)
-        return {"embed": embed, "head": head, "norm": self.last_norm, "tied": self.tie_word_embeddings}
+        names = {"embed": embed, "head": head, "norm": self.last_norm}
+        return {**names, "tied": self.tie_word_embeddings, "head_bias": self.head_bias}
 
     def params(self) -> tuple[Param, ...]:
         t = self.table()
@@ -217,6 +241,7 @@ class DecoderConfig(ModelConfig):
         for other, name in cls._spellings().items():
             if other in config and config.get(name, config[other]) != config[other]:
                 problems.append(f"{name} is {config[name]!r}, and {other} is {config[other]!r}: they are one field")
+        values |= cls.taken
         problems += cls._derive(values)
         for name in sorted(cls.derived & config.keys()):
             if config[name] is not None and config[name] != values.get(name):
@@ -232,6 +257,8 @@ class DecoderConfig(ModelConfig):
     def _derive(cls, values: dict[str, Any]) -> list[str]:
         """Fill in the sizes that follow from others; what keeps them from it."""
         heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
+        if cls.mlp_ratio and isinstance(hidden, int):
+            values["intermediate_size"] = cls.mlp_ratio * hidden
         if not isinstance(heads, int) or heads < 1:
             return []
         if values.get("num_key_value_heads") is None or "num_key_value_heads" in cls.derived:

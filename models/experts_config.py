@@ -15,7 +15,6 @@ from megacore.models.decoder_config import DecoderConfig
 from megacore.models.layer_types import kind_problems
 from megacore.models.mtp import MtpConfig
 from megacore.models.weight_rows import Rows, Table, in_layers
-from megacore.parallel import limits
 from megacore.parallel.routing import Routing
 
 
@@ -123,9 +122,7 @@ class NamedLayersConfig(MoEConfig):
         return 0
 
     def __post_init__(self) -> None:
-        if self.mlp_layer_types is None and self.num_hidden_layers <= limits.LAYERS:
-            kinds = ("dense" if layer < self.leading else "sparse" for layer in range(self.num_hidden_layers))
-            object.__setattr__(self, "mlp_layer_types", tuple(kinds))
+        self.fill_in("mlp_layer_types", lambda layer: "dense" if layer < self.leading else "sparse")
         super().__post_init__()
 
     @property

@@ -27,9 +27,7 @@ class LayerTypesConfig(DecoderConfig):
     layer_types: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.layer_types is None and self.num_hidden_layers <= limits.LAYERS:
-            kinds = (self.kind(layer) for layer in range(self.num_hidden_layers))
-            object.__setattr__(self, "layer_types", tuple(kinds))
+        self.fill_in("layer_types", self.kind)
         super().__post_init__()
 
     @abstractmethod

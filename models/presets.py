@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 
-def shape(hidden: int, mlp: int, layers: int, heads: int) -> dict[str, Any]:
-    """Return the sizes of a preset."""
-    return {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers, "num_attention_heads": heads}
+def shape(hidden: int, mlp: int, layers: int, heads: int, **own: Any) -> dict[str, Any]:
+    """Return the sizes of a preset, and its own fields."""
+    sizes = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return sizes | own
 
 
 EXPERTS = {"moe_intermediate_size": 32, "n_routed_experts": 16, "num_experts_per_tok": 4}

@@ -12,6 +12,7 @@ QKV = _QKV.format("head")
 # Where no heads share keys and values; and of each head together, as GPT-NeoX stores them.
 QKV_EACH = "(q: heads head + k: heads head + v: heads head)"
 QKV_BY_HEAD = "(heads (q: head + k: head + v: head))"
+BY_HEAD = {"here": QKV_EACH, "stored": QKV_BY_HEAD}
 HEADS, KV_HEADS = "(heads head)", "(kv head)"
 OF_ALL = HEADS, KV_HEADS
 GATE_UP = "(gate: mlp + up: mlp)"
@@ -31,7 +32,7 @@ NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 OUT_NORMS = {"attn_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
 
 
-def around(attn_norm: str, mlp_norm: str, attn_out_norm: str = "", mlp_out_norm: str = "") -> Mapping[str, str]:
+def around(attn_norm: str, mlp_norm: str, attn_out_norm: str = "", mlp_out_norm: str = "") -> dict[str, str]:
     """Return the parts of a block in the order in which they are computed, with norms that have a name."""
     attention = {"attn_norm": attn_norm, "mixer": "", "attn_out_norm": attn_out_norm}
     parts = attention | {"mlp_norm": mlp_norm, "network": "", "mlp_out_norm": mlp_out_norm}

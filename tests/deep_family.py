@@ -1,6 +1,5 @@
 """Mixtral as DeepSeek-V3 is built: dense layers first, many small experts, and a shared one for every token."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,7 +19,7 @@ class DeepConfig(MixtralConfig):
         corrected: Whether the router has a correction, which is a buffer.
     """
 
-    axes: ClassVar[Mapping[str, str]] = {**MixtralConfig.axes, "mlp": "dense_size", "shared_mlp": "shared_size"}
+    axes: ClassVar[dict[str, str]] = {**MixtralConfig.axes, "mlp": "dense_size", "shared_mlp": "shared_size"}
 
     dense: int
     dense_size: int

@@ -100,7 +100,7 @@ def decoder(d: Draw) -> Fields:
         "max_position_embeddings": d.positions,
         "pad_token_id": one(None, 5, -1),
         "hidden_act": one(*ACTIVATED),
-        **{each.name: d.may() for each in fields(config) if each.type == "bool"},
+        **{each.name: d.may() for each in fields(config) if each.type in ("bool", bool)},
         **{each.name: one(1e-6, 1e-2) for each in fields(config) if "eps" in each.name},
         **{each.name: 0.0 for each in fields(config) if each.name.endswith(("dropout", "pdrop"))},
         "rope_parameters": d.rope(head_dim),

@@ -1,10 +1,6 @@
 """Trinity (Arcee 2025): gated attention, windows that alone rotate, and experts chosen by sigmoids."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.anatomy import Anatomy
 from megacore.models.experts_config import SharedExpertConfig
@@ -15,30 +11,28 @@ from megacore.models.weight_rows import Rows, Table, around
 
 @dataclass(frozen=True, kw_only=True)
 class AfmoeConfig(SharedExpertConfig, PatternedConfig):
-    family: ClassVar[str] = "afmoe"
-    architecture: ClassVar[str] = "AfmoeForCausalLM"
+    family = "afmoe"
+    architecture = "AfmoeForCausalLM"
     # Of the gates there is no bias; of the others the class reads none.
-    harmless: ClassVar[frozenset[str]] = SharedExpertConfig.harmless | {"load_balance_coeff", "use_grouped_mm"}
-    fixed: ClassVar[Mapping[str, Any]] = {
+    harmless = SharedExpertConfig.harmless | {"load_balance_coeff", "use_grouped_mm"}
+    fixed = {
         "attention_bias": False,
         "route_norm": True,
         "score_func": "sigmoid",
         **dict.fromkeys(("n_group", "num_expert_groups", "num_limited_groups", "topk_group"), 1),
     }
-    defaults: ClassVar[Mapping[str, Any]] = {"head_dim": 128}
-    saved: ClassVar[Mapping[str, str]] = {
+    defaults = {"head_dim": 128}
+    saved = {
         "first_k_dense_replace": "num_dense_layers",
         "n_routed_experts": "num_experts",
         "n_shared_experts": "num_shared_experts",
         "routed_scaling_factor": "route_scale",
     }
-    interval: ClassVar[str | None] = "global_attn_every_n_layers"
-    pattern: ClassVar[int] = 4
-    correction: ClassVar[str] = "mlp.expert_bias"
-    rule: ClassVar[Mapping[str, Any]] = {"score": "sigmoid", "normalised": True, "epsilon": 1e-20}
-    parts: ClassVar[Mapping[str, str]] = around(
-        "input_layernorm", "pre_mlp_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
-    )
+    interval = "global_attn_every_n_layers"
+    pattern = 4
+    correction = "mlp.expert_bias"
+    rule = {"score": "sigmoid", "normalised": True, "epsilon": 1e-20}
+    parts = around("input_layernorm", "pre_mlp_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 
     rms_norm_eps: float = 1e-5
     sliding_window: int | None = 1024
@@ -79,7 +73,7 @@ _EACH = {
     "route_scale": 2.826,
 }
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "afmoe-tiny": tiny(
         96, head_dim=16, sliding_window=128, moe_intermediate_size=32, num_experts=16, num_experts_per_tok=4
     ),

@@ -1,10 +1,6 @@
 """Apertus (Swiss AI 2025, arXiv 2509.14233): no gate, and an activation with weights of its own (xIELU)."""
 
-from __future__ import annotations
-
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.anatomy import ACTIVATIONS
 from megacore.models.decoder_config import DecoderConfig
@@ -16,23 +12,21 @@ from megacore.parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class ApertusConfig(DecoderConfig):
-    family: ClassVar[str] = "apertus"
-    architecture: ClassVar[str] = "ApertusForCausalLM"
-    rope_convention: ClassVar[Convention] = Convention(rope_theta=12000000.0, parameters=llama3(12000000.0, 8.0))
-    derived: ClassVar[frozenset[str]] = frozenset({"head_dim"})
+    family = "apertus"
+    architecture = "ApertusForCausalLM"
+    rope_convention = Convention(rope_theta=12000000.0, parameters=llama3(12000000.0, 8.0))
+    derived = frozenset({"head_dim"})
     # What the checkpoints of its makers also say: of the norms and the activation, which the class has in any case.
-    activations: ClassVar[Collection[str]] = (*ACTIVATIONS, "xielu")
-    fixed: ClassVar[Mapping[str, Any]] = {"qk_norm": True, "post_norm": False, "mlp_bias": False}
-    parts: ClassVar[Mapping[str, str]] = around("attention_layernorm", "feedforward_layernorm")
+    activations = (*ACTIVATIONS, "xielu")
+    fixed = {"qk_norm": True, "post_norm": False, "mlp_bias": False}
+    parts = around("attention_layernorm", "feedforward_layernorm")
+    head_norms = {}
 
     hidden_act: str = "xielu"
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = 65536
     pad_token_id: int | None = 3
     attention_bias: bool = False
-
-    def mixer(self, t: Table) -> Rows:
-        return super().mixer(t) + t.norms_of_heads()
 
     def network(self, t: Table) -> Rows:
         name, hf = "layers.{layer}.mlp.up.xielu", f"{t.layer}.mlp.act_fn"
@@ -48,7 +42,7 @@ class ApertusConfig(DecoderConfig):
 
 _EACH = {"vocab_size": 131072, "num_key_value_heads": 8}
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "apertus-tiny": shape(64, 256, 4, 4) | {"vocab_size": 512, "num_key_value_heads": 2},
     "apertus-8b": shape(4096, 21504, 32, 32) | _EACH,
     "apertus-70b": shape(8192, 43008, 80, 64) | _EACH,

@@ -1,10 +1,6 @@
 """Aria, its text model (Li et al. 2024, arXiv 2410.05993): experts beside shared ones, stored with inputs first."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
 
 from megacore.models.experts_config import MoEConfig
 from megacore.models.presets import tiny
@@ -13,14 +9,14 @@ from megacore.models.weight_rows import Rows, Table
 
 @dataclass(frozen=True, kw_only=True)
 class AriaTextConfig(MoEConfig):
-    family: ClassVar[str] = "aria_text"
-    architecture: ClassVar[str] = "AriaTextForCausalLM"
-    harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | {"pretraining_tp"}
+    family = "aria_text"
+    architecture = "AriaTextForCausalLM"
+    harmless = MoEConfig.harmless | {"pretraining_tp"}
     # Of the shared experts alone: the class takes SiLU for the others, whatever a file says.
-    fixed: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu", "mlp_bias": False}
-    saved: ClassVar[Mapping[str, str]] = {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_topk"}
-    axes: ClassVar[Mapping[str, str]] = {**MoEConfig.axes, "shared_mlp": "shared_intermediate_size"}
-    rule: ClassVar[Mapping[str, Any]] = {"weigh": "chosen"}
+    fixed = {"hidden_act": "silu", "mlp_bias": False}
+    saved = {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_topk"}
+    axes = {**MoEConfig.axes, "shared_mlp": "shared_intermediate_size"}
+    rule = {"weigh": "chosen"}
 
     rms_norm_eps: float = 1e-6
     pad_token_id: int | None = 2
@@ -45,4 +41,4 @@ class AriaTextConfig(MoEConfig):
         return f"{self.layer}.mlp.experts.{name}.weight"
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {"aria_text-tiny": tiny(32)}
+PRESETS = {"aria_text-tiny": tiny(32)}

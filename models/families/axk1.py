@@ -1,10 +1,6 @@
 """A.X K1 (SK Telecom 2025): DeepSeek-V3 with a norm of what experts give."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
 
 from megacore.models.families.glm4_moe_lite import Glm4MoeLiteConfig
 from megacore.models.presets import EXPERTS, tiny_latent
@@ -13,10 +9,10 @@ from megacore.models.weight_rows import Rows, Table
 
 @dataclass(frozen=True, kw_only=True)
 class AXK1Config(Glm4MoeLiteConfig):
-    family: ClassVar[str] = "axk1"
-    architecture: ClassVar[str] = "AXK1ForCausalLM"
+    family = "axk1"
+    architecture = "AXK1ForCausalLM"
     # Published files have such a norm in layers without experts, too, which nothing reads.
-    ignored: ClassVar[tuple[str, ...]] = (
+    ignored = (
         *Glm4MoeLiteConfig.ignored,
         "model.layers.{layer}.post_mlp_layernorm.weight",
     )
@@ -38,4 +34,4 @@ class AXK1Config(Glm4MoeLiteConfig):
         return *super().experts(t), replace(norm, hf_held=held)
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {"axk1-tiny": tiny_latent(96, n_group=4, topk_group=2) | EXPERTS}
+PRESETS = {"axk1-tiny": tiny_latent(96, n_group=4, topk_group=2) | EXPERTS}

@@ -1,11 +1,9 @@
 """Ling 3.0 (inclusionAI 2026): the gated delta rule with a bounded gate for each channel in five layers of six, latent
 attention whose heads are weighed in the sixth, and experts that are chosen as DeepSeek-V3's."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import FULL, LINEAR, Anatomy
 from megacore.models.experts_config import TypedLayersConfig
@@ -23,19 +21,19 @@ class BailingHybridConfig(HybridConfig, LatentConfig, TypedLayersConfig):
     """transformers 5.23 takes ``head_dim`` for that of the delta rule, and saves another one by this name: that of the
     part of latent attention which turns. Files that it has saved say the former in ``linear_head_dim``."""
 
-    family: ClassVar[str] = "bailing_hybrid"
-    architecture: ClassVar[str] = "BailingHybridForCausalLM"
-    other: ClassVar[str] = LINEAR
-    interval: ClassVar[str | None] = "layer_group_size"
+    family = "bailing_hybrid"
+    architecture = "BailingHybridForCausalLM"
+    other = LINEAR
+    interval = "layer_group_size"
     # Of predicting further tokens, which transformers leaves out, and what follows.
-    harmless: ClassVar[frozenset[str]] = TypedLayersConfig.harmless | {
+    harmless = TypedLayersConfig.harmless | {
         "linear_conv_kernel_dim", "linear_num_heads", "mtp_loss_scaling_factor", "num_mtp_layers", "pretraining_tp",
     }  # fmt: skip
-    fixed: ClassVar[Mapping[str, Any]] = {"q_lora_rank": None}
-    derived: ClassVar[frozenset[str]] = LatentConfig.derived | {"num_nextn_predict_layers"}
-    saved: ClassVar[Mapping[str, str]] = KimiLinearConfig.saved
-    spellings: ClassVar[Mapping[str, str]] = {"num_local_experts": "n_routed_experts"}
-    axes: ClassVar[Mapping[str, str]] = {
+    fixed = {"q_lora_rank": None}
+    derived = LatentConfig.derived | {"num_nextn_predict_layers"}
+    saved = KimiLinearConfig.saved
+    spellings = {"num_local_experts": "n_routed_experts"}
+    axes = {
         **LatentConfig.axes,
         **TypedLayersConfig.axes,
         "head": "qk_head_dim",
@@ -43,10 +41,10 @@ class BailingHybridConfig(HybridConfig, LatentConfig, TypedLayersConfig):
         **dict.fromkeys(("state_key", "state_value"), "linear_head_dim"),
         "taps": "short_conv_kernel_size",
     }
-    tied: ClassVar[tuple[str, str]] = ("model.word_embeddings.weight", "lm_head.weight")
-    rope_convention: ClassVar[Convention] = Convention(rope_theta=6e6)
-    correction: ClassVar[str] = "mlp.gate.expert_bias"
-    constants: ClassVar[Mapping[str, Any]] = {"delta_gate": "sigmoid"}
+    tied = ("model.word_embeddings.weight", "lm_head.weight")
+    rope_convention = Convention(rope_theta=6e6)
+    correction = "mlp.gate.expert_bias"
+    constants = {"delta_gate": "sigmoid"}
 
     pad_token_id: int | None = 156892
     max_position_embeddings: int = 262144
@@ -124,7 +122,7 @@ class BailingHybridConfig(HybridConfig, LatentConfig, TypedLayersConfig):
         return written | {"head_dim": written.pop("linear_head_dim")}
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "bailing_hybrid-tiny": tiny_latent(96, moe_intermediate_size=32, num_experts=16, num_experts_per_token=4)
     | {"q_lora_rank": None, "head_dim": 16, "pad_token_id": None, "num_hidden_layers": 4, "layer_group_size": 2}
     | {"first_k_dense_replace": 1, "num_expert_group": 4, "topk_group": 2},

@@ -1,14 +1,12 @@
 """BLOOM (BigScience 2022, arXiv 2211.05100): no positions but slopes of heads (ALiBi), and a norm of the embeddings."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import Alibi, Anatomy
 from megacore.models.learned_positions import NoRopeConfig
-from megacore.models.weight_rows import QKV_BY_HEAD, QKV_EACH, Rows, Table
+from megacore.models.weight_rows import BY_HEAD
 from megacore.parallel.weights.schema import Param
 
 _DERIVED = frozenset({"hidden_act", "intermediate_size", "max_position_embeddings"})
@@ -16,27 +14,33 @@ _DERIVED = frozenset({"hidden_act", "intermediate_size", "max_position_embedding
 
 @dataclass(frozen=True, kw_only=True)
 class BloomConfig(NoRopeConfig):
-    family: ClassVar[str] = "bloom"
-    architecture: ClassVar[str] = "BloomForCausalLM"
-    eps: ClassVar[str] = "layer_norm_epsilon"
-    base_model_prefix: ClassVar[str] = "transformer"
-    tied: ClassVar[tuple[str, str]] = ("transformer.word_embeddings.weight", "lm_head.weight")
+    family = "bloom"
+    architecture = "BloomForCausalLM"
+    eps = "layer_norm_epsilon"
+    base_model_prefix = "transformer"
+    tied = ("transformer.word_embeddings.weight", "lm_head.weight")
     # How kernels fuse and sums are rounded, and what nobody reads.
-    harmless: ClassVar[frozenset[str]] = frozenset(
+    harmless = frozenset(
         {
             "attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "n_inner", "offset_alibi",
             "pretraining_tp", "seq_length", "skip_bias_add", "skip_bias_add_qkv", "slow_but_exact",
         }
     )  # fmt: skip
-    fixed: ClassVar[Mapping[str, Any]] = {"apply_residual_connection_post_layernorm": False}
-    derived: ClassVar[frozenset[str]] = NoRopeConfig.derived | _DERIVED
-    spellings: ClassVar[Mapping[str, str]] = {"n_embed": "hidden_size"}
-    saved: ClassVar[Mapping[str, str]] = {"num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
-    layer: ClassVar[str] = "transformer.h.{layer}"
-    last_norm: ClassVar[str] = "transformer.ln_f"
-    norm_bias: ClassVar[bool] = True
-    constants: ClassVar[Mapping[str, Any]] = {"alibi": Alibi(of_power=True), "padding_idx": None}
-    told: ClassVar[Mapping[str, str]] = {"branch_dropout": "hidden_dropout"}
+    fixed = {"apply_residual_connection_post_layernorm": False}
+    derived = NoRopeConfig.derived | _DERIVED
+    spellings = {"n_embed": "hidden_size"}
+    saved = {"num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
+    layer = "transformer.h.{layer}"
+    last_norm = "transformer.ln_f"
+    norm_bias = True
+    constants = {"alibi": Alibi(of_power=True), "padding_idx": None}
+    told = {"branch_dropout": "hidden_dropout"}
+    attention_rows = {"hf": "self_attention.query_key_value", "out": "self_attention.dense"} | BY_HEAD
+    network_rows = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+    attention_bias = mlp_bias = True
+    gated_network = False
+    taken = {"hidden_act": "gelu_new", "max_position_embeddings": 2048}
+    mlp_ratio = 4
 
     hidden_act: str = "gelu_new"
     layer_norm_epsilon: float = 1e-5
@@ -51,13 +55,6 @@ class BloomConfig(NoRopeConfig):
     def anatomy(self) -> Anatomy:
         return self.anatomy_of(attention_scale=self.head_dim**-0.5)
 
-    def mixer(self, t: Table) -> Rows:
-        hf, out = "self_attention.query_key_value", "self_attention.dense"
-        return t.attention(hf=hf, out=out, here=QKV_EACH, stored=QKV_BY_HEAD, bias=True, out_bias=True)
-
-    def network(self, t: Table) -> Rows:
-        return t.plain_mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", bias=True)
-
     def params(self) -> tuple[Param, ...]:
         embed, *others = super().params()
         return embed, *self.table().embed_norm("transformer.word_embeddings_layernorm"), *others
@@ -67,19 +64,12 @@ class BloomConfig(NoRopeConfig):
         # Whatever a file says of lengths, the class does not read it.
         return super()._read({name: value for name, value in config.items() if name != "max_position_embeddings"})
 
-    @classmethod
-    def _derive(cls, values: dict[str, Any]) -> list[str]:
-        hidden = values.get("hidden_size")
-        values |= {"hidden_act": cls.hidden_act, "max_position_embeddings": 2048}
-        values |= {"intermediate_size": 4 * hidden} if isinstance(hidden, int) else {}
-        return super()._derive(values)
-
 
 def _shape(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     return {"vocab_size": 250880, "hidden_size": hidden, "n_layer": layers, "n_head": heads}
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "bloom-tiny": _shape(64, 4, 4) | {"vocab_size": 512},
     "bloom-560m": _shape(1024, 24, 16),
     "bloom-1b7": _shape(2048, 24, 16),

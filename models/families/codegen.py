@@ -1,11 +1,9 @@
 """CodeGen (Nijkamp et al. 2022, arXiv 2203.13474): GPT-J whose queries, values and keys are stored in four groups of
 heads, those of the machine that it was trained on."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.families.gptj import GptjConfig
 from megacore.models.weight_rows import Rows, Table
@@ -15,9 +13,9 @@ _GROUPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class CodeGenConfig(GptjConfig):
-    family: ClassVar[str] = "codegen"
-    architecture: ClassVar[str] = "CodeGenForCausalLM"
-    ignored: ClassVar[tuple[str, ...]] = (*GptjConfig.ignored, "transformer.h.{layer}.attn.causal_mask")
+    family = "codegen"
+    architecture = "CodeGenForCausalLM"
+    ignored = (*GptjConfig.ignored, "transformer.h.{layer}.attn.causal_mask")
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -40,7 +38,7 @@ def _shape(embed: int, layers: int, heads: int, turning: int, vocab: int = 51200
     return {"vocab_size": vocab, "n_embd": embed, "n_layer": layers, "n_head": heads, "rotary_dim": turning}
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "codegen-tiny": _shape(64, 4, 4, 8, 512) | {"n_positions": 512},
     "codegen-350m": _shape(1024, 20, 16, 32),
     "codegen-2b": _shape(2560, 32, 32, 64),

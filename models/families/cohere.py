@@ -1,10 +1,7 @@
 """Command R (Cohere 2024), Aya (arXiv 2405.15032): branches side by side behind one norm, a rope of pairs."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.presets import shape, tiny
@@ -16,11 +13,11 @@ from megacore.models.weight_rows import BRANCHES, Pairs, Rows, Table
 class CommandConfig(DecoderConfig):
     """Command R's generations have this in common. Fields carry their Hugging Face names."""
 
-    eps: ClassVar[str] = "layer_norm_eps"
-    in_pairs: ClassVar[bool] = True
-    constants: ClassVar[Mapping[str, Any]] = {"norm": "layer", "parallel": True}
-    told: ClassVar[Mapping[str, str]] = {"logit_scale": "logit_scale"}
-    parts: ClassVar[Mapping[str, str]] = {"attn_norm": "input_layernorm"} | BRANCHES
+    eps = "layer_norm_eps"
+    in_pairs = True
+    constants = {"norm": "layer", "parallel": True}
+    told = {"logit_scale": "logit_scale"}
+    parts = {"attn_norm": "input_layernorm"} | BRANCHES
 
     layer_norm_eps: float = 1e-5
     pad_token_id: int | None = 0
@@ -31,10 +28,10 @@ class CommandConfig(DecoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class CohereConfig(CommandConfig):
-    family: ClassVar[str] = "cohere"
-    architecture: ClassVar[str] = "CohereForCausalLM"
-    harmless: ClassVar[frozenset[str]] = frozenset({"model_max_length", "pretraining_tp"})
-    rope_convention: ClassVar[Convention] = Convention(rope_theta=500000.0)
+    family = "cohere"
+    architecture = "CohereForCausalLM"
+    harmless = frozenset({"model_max_length", "pretraining_tp"})
+    rope_convention = Convention(rope_theta=500000.0)
 
     use_qk_norm: bool = False
 
@@ -52,15 +49,12 @@ def _rope(theta: float) -> dict[str, Any]:
     return {"vocab_size": 256000, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "cohere-tiny": tiny(use_qk_norm=True),
-    "aya-23-8b": _rope(10000.0)
-    | shape(4096, 14336, 32, 32)
-    | {"num_key_value_heads": 8, "max_position_embeddings": 8192},
+    "aya-23-8b": _rope(10000.0) | shape(4096, 14336, 32, 32, num_key_value_heads=8, max_position_embeddings=8192),
     "command-r": _rope(8000000.0) | shape(8192, 22528, 40, 64) | {"max_position_embeddings": 8192},
     "command-r-08-2024": _rope(4000000.0)
-    | shape(8192, 24576, 40, 64)
-    | {"num_key_value_heads": 8, "max_position_embeddings": 131072},
+    | shape(8192, 24576, 40, 64, num_key_value_heads=8, max_position_embeddings=131072),
     "command-r-plus": _rope(75000000.0)
     | shape(12288, 33792, 64, 96)
     | {"num_key_value_heads": 8, "max_position_embeddings": 8192, "use_qk_norm": True, "logit_scale": 0.8333},

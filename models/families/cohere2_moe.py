@@ -1,10 +1,8 @@
 """Command A+ (Cohere 2026): Command A's windows before experts, of which an average with a shared one may be taken."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import ROPE, SLIDING, Anatomy, Factors, LayerAttention
 from megacore.models.config import positive
@@ -21,11 +19,11 @@ _CHOICES = {"expert_selection_fn": ("softmax", "sigmoid"), "shared_expert_combin
 
 @dataclass(frozen=True, kw_only=True)
 class Cohere2MoeConfig(NamedLayersConfig, CommandConfig, WindowedConfig):
-    family: ClassVar[str] = "cohere2_moe"
-    architecture: ClassVar[str] = "Cohere2MoeForCausalLM"
-    defaults: ClassVar[Mapping[str, Any]] = {"head_dim": 128}
-    derived: ClassVar[frozenset[str]] = frozenset({"first_k_dense_replace"})
-    axes: ClassVar[Mapping[str, str]] = {
+    family = "cohere2_moe"
+    architecture = "Cohere2MoeForCausalLM"
+    defaults = {"head_dim": 128}
+    derived = frozenset({"first_k_dense_replace"})
+    axes = {
         **DecoderConfig.axes,
         **MoEConfig.axes,
         "mlp": "dense_intermediate_size",
@@ -111,6 +109,4 @@ def _of_one_theta(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name != "rope_theta" or not own}
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "cohere2_moe-tiny": tiny(32, head_dim=16, sliding_window=128, num_shared_experts=1, first_k_dense_replace=1)
-}
+PRESETS = {"cohere2_moe-tiny": tiny(32, head_dim=16, sliding_window=128, num_shared_experts=1, first_k_dense_replace=1)}

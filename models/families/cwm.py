@@ -1,10 +1,7 @@
 """CWM 32B (Meta FAIR 2025, arXiv 2510.02387): LLaMA of which three layers of four have windows."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.layer_types import WindowedConfig
 from megacore.models.presets import llama3, shape, tiny
@@ -13,12 +10,12 @@ from megacore.models.rope_config import Convention
 
 @dataclass(frozen=True, kw_only=True)
 class CwmConfig(WindowedConfig):
-    family: ClassVar[str] = "cwm"
-    architecture: ClassVar[str] = "CwmForCausalLM"
-    harmless: ClassVar[frozenset[str]] = frozenset({"pretraining_tp"})
-    fixed: ClassVar[Mapping[str, Any]] = {"attention_bias": False, "mlp_bias": False}
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "head_dim": 128}
-    rope_convention: ClassVar[Convention] = Convention(rope_theta=1e6, parameters=llama3(1e6, 16.0))
+    family = "cwm"
+    architecture = "CwmForCausalLM"
+    harmless = frozenset({"pretraining_tp"})
+    fixed = {"attention_bias": False, "mlp_bias": False}
+    defaults = {"num_key_value_heads": 8, "head_dim": 128}
+    rope_convention = Convention(rope_theta=1e6, parameters=llama3(1e6, 16.0))
 
     rms_norm_eps: float = 1e-5
     sliding_window: int | None = 8192
@@ -31,7 +28,7 @@ class CwmConfig(WindowedConfig):
         return {name: value for name, value in super().to_hugging_face().items() if name != "bos_token_id"}
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "cwm-tiny": tiny(head_dim=16, sliding_window=128),
     "cwm-32b": shape(6144, 21504, 64, 48) | {"vocab_size": 128256, "max_position_embeddings": 131072},
 }

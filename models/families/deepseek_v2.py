@@ -1,10 +1,6 @@
 """DeepSeek-V2 (DeepSeek-AI 2024, arXiv 2405.04434): latent attention, and experts beside one that all tokens go to."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
 
 from megacore.models.experts_config import MoEConfig, SharedExpertConfig
 from megacore.models.latent_config import LatentConfig
@@ -16,8 +12,8 @@ from megacore.parallel.routing import Routing
 class DeepseekConfig(LatentConfig, SharedExpertConfig):
     """The families of DeepSeek have this in common; fields carry their Hugging Face names."""
 
-    harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | {"aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux"}
-    axes: ClassVar[Mapping[str, str]] = {**SharedExpertConfig.axes, **LatentConfig.axes}
+    harmless = MoEConfig.harmless | {"aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux"}
+    axes = {**SharedExpertConfig.axes, **LatentConfig.axes}
 
 
 _METHODS = ("greedy", "group_limited_greedy")
@@ -25,15 +21,10 @@ _METHODS = ("greedy", "group_limited_greedy")
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV2Config(DeepseekConfig):
-    family: ClassVar[str] = "deepseek_v2"
-    architecture: ClassVar[str] = "DeepseekV2ForCausalLM"
+    family = "deepseek_v2"
+    architecture = "DeepseekV2ForCausalLM"
     # Where norm_topk_prob is true, DeepSeek's own code divides by the sum, and transformers does not.
-    fixed: ClassVar[Mapping[str, Any]] = {
-        "mlp_bias": False,
-        "moe_layer_freq": 1,
-        "norm_topk_prob": False,
-        "scoring_func": "softmax",
-    }
+    fixed = {"mlp_bias": False, "moe_layer_freq": 1, "norm_topk_prob": False, "scoring_func": "softmax"}
 
     moe_intermediate_size: int = 1407
     n_routed_experts: int = 64
@@ -67,11 +58,10 @@ class DeepseekV2Config(DeepseekConfig):
 _YARN = yarn(40.0, 4096, rope_theta=10000.0, beta_fast=32, beta_slow=1, mscale=0.707, mscale_all_dim=0.707)
 _EACH = {"vocab_size": 102400, "max_position_embeddings": 163840, "num_experts_per_tok": 6, "first_k_dense_replace": 1}
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "deepseek_v2-tiny": tiny_latent(96, q_lora_rank=None, first_k_dense_replace=1) | EXPERTS,
     "deepseek-v2-lite": _EACH
-    | shape(2048, 10944, 27, 16)
-    | {"q_lora_rank": None, "moe_intermediate_size": 1408, "rope_parameters": _YARN},
+    | shape(2048, 10944, 27, 16, q_lora_rank=None, moe_intermediate_size=1408, rope_parameters=_YARN),
     "deepseek-v2": _EACH
     | shape(5120, 12288, 60, 128)
     | {"moe_intermediate_size": 1536, "n_routed_experts": 160, "routed_scaling_factor": 16.0, "rope_parameters": _YARN}

@@ -1,11 +1,8 @@
 """DeepSeek-V3 (DeepSeek-AI 2024, arXiv 2412.19437): latent attention, and experts that are chosen by sigmoids, in
 groups, with a correction that keeps them balanced."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.experts_config import SigmoidConfig
 from megacore.models.families.deepseek_v2 import DeepseekConfig
@@ -14,9 +11,9 @@ from megacore.models.presets import EXPERTS, shape, tiny_latent, yarn
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV3Config(DeepseekConfig, SigmoidConfig):
-    family: ClassVar[str] = "deepseek_v3"
-    architecture: ClassVar[str] = "DeepseekV3ForCausalLM"
-    fixed: ClassVar[Mapping[str, Any]] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+    family = "deepseek_v3"
+    architecture = "DeepseekV3ForCausalLM"
+    fixed = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 
     moe_intermediate_size: int = 2048
     n_routed_experts: int = 256
@@ -33,7 +30,7 @@ def _yarn(theta: float, factor: float, fast: int) -> dict[str, Any]:
     return yarn(factor, 4096, rope_theta=theta, beta_fast=fast, beta_slow=1, mscale=1.0, mscale_all_dim=1.0)
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "deepseek_v3-tiny": tiny_latent(96, num_key_value_heads=4, first_k_dense_replace=1, n_group=4, topk_group=2)
     | EXPERTS,
     "deepseek-v3": shape(7168, 18432, 61, 128)

@@ -1,12 +1,10 @@
 """DeepSeek-V3.2 (DeepSeek-AI 2025, arXiv 2512.02556): DeepSeek-V3 whose tokens look at those that an indexer
 chooses."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import Anatomy, LayerAttention
 from megacore.models.config import positive
@@ -19,14 +17,14 @@ from megacore.models.weight_rows import Rows, Table, in_layers
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV32Config(DeepseekV3Config, TypedLayersConfig):
-    family: ClassVar[str] = "deepseek_v32"
-    architecture: ClassVar[str] = "DeepseekV32ForCausalLM"
-    fixed: ClassVar[Mapping[str, Any]] = {**DeepseekV3Config.fixed, "rope_interleave": True, "mlp_bias": False}
+    family = "deepseek_v32"
+    architecture = "DeepseekV32ForCausalLM"
+    fixed = {**DeepseekV3Config.fixed, "rope_interleave": True, "mlp_bias": False}
     # What kind of cache each layer has.
-    harmless: ClassVar[frozenset[str]] = DeepseekV3Config.harmless | {"layer_types"}
-    axes: ClassVar[Mapping[str, str]] = {**DeepseekV3Config.axes, "index_heads": "index_n_heads"}
+    harmless = DeepseekV3Config.harmless | {"layer_types"}
+    axes = {**DeepseekV3Config.axes, "index_heads": "index_n_heads"}
     # Whether dimensions 2 i and 2 i + 1 of the indexer's heads turn together on disk.
-    index_pairs: ClassVar[bool] = False
+    index_pairs = False
 
     q_lora_rank: int = 1536
     index_topk: int = 2048
@@ -61,7 +59,7 @@ class DeepseekV32Config(DeepseekV3Config, TypedLayersConfig):
 
 TINY = EXPERTS | {"index_topk": 64, "index_head_dim": 16, "index_n_heads": 4, "first_k_dense_replace": 1}
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "deepseek_v32-tiny": tiny_latent(96, n_group=4, topk_group=2) | TINY,
     "deepseek-v3.2": OF_V3["deepseek-v3"],
 }

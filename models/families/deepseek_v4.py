@@ -1,11 +1,9 @@
 """DeepSeek-V4 (DeepSeek-AI 2026): attention to a window and to blocks of tokens that are one key each, of which an
 indexer may choose, several residual streams, and first layers whose tokens' experts are listed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models import rope_config
 from megacore.models.anatomy import SLIDING, Anatomy, LayerAttention, Streams
@@ -13,7 +11,7 @@ from megacore.models.config import positive
 from megacore.models.experts_config import MoEConfig
 from megacore.models.layer_types import kind_problems, window_problems
 from megacore.models.presets import EXPERTS
-from megacore.models.rope_config import Convention, DefaultRope, DynamicRope, Kinds, LongRope, Rope
+from megacore.models.rope_config import Convention, DefaultRope, DynamicRope, LongRope, Rope
 from megacore.models.weight_rows import Pairs, Rows, Table, around, in_layers
 from megacore.parallel import limits
 from megacore.parallel.routing import Routing
@@ -34,19 +32,19 @@ class DeepseekV4Config(MoEConfig):
     """Fields carry their Hugging Face names, but for the rope of blocks and what ``compress_rates`` and
     ``moe_intermediate_size`` say."""
 
-    family: ClassVar[str] = "deepseek_v4"
-    architecture: ClassVar[str] = "DeepseekV4ForCausalLM"
-    tied: ClassVar[tuple[str, str]] = ("model.embed_tokens.weight", "head.weight")
-    base_names: ClassVar[Mapping[str, str]] = {
+    family = "deepseek_v4"
+    architecture = "DeepseekV4ForCausalLM"
+    tied = ("model.embed_tokens.weight", "head.weight")
+    base_names = {
         "model.embed_tokens.weight": "embed.weight",
         **{f"model.hc_head.hc_{each}": f"hc_head_{each}" for each in ("fn", "base", "scale")},
     }
-    parts: ClassVar[Mapping[str, str]] = around("attn_norm", "ffn_norm")
-    reads: ClassVar[frozenset[str]] = frozenset({*_LEGACY, *_ROPE_KEYS})
-    derived: ClassVar[frozenset[str]] = frozenset(_RATES.values())  # which compress_rates says
-    further: ClassVar[tuple[str, ...]] = ("mtp.",)
-    harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | {"num_nextn_predict_layers", "router_jitter_noise"}
-    fixed: ClassVar[Mapping[str, Any]] = {
+    parts = around("attn_norm", "ffn_norm")
+    reads = frozenset({*_LEGACY, *_ROPE_KEYS})
+    derived = frozenset(_RATES.values())  # which compress_rates says
+    further = ("mtp.",)
+    harmless = MoEConfig.harmless | {"num_nextn_predict_layers", "router_jitter_noise"}
+    fixed = {
         "num_key_value_heads": 1,
         "n_shared_experts": 1,
         "scoring_func": "sqrtsoftplus",
@@ -56,9 +54,9 @@ class DeepseekV4Config(MoEConfig):
         "attention_bias": False,
         "mlp_bias": False,
     }
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 1, "head_dim": 512}
-    saved: ClassVar[Mapping[str, str]] = {"intermediate_size": "moe_intermediate_size"}
-    axes: ClassVar[Mapping[str, str]] = {
+    defaults = {"num_key_value_heads": 1, "head_dim": 512}
+    saved = {"intermediate_size": "moe_intermediate_size"}
+    axes = {
         **{axis: each for axis, each in MoEConfig.axes.items() if axis != "kv"},
         "experts": "n_routed_experts",
         "shared_mlp": "intermediate_size",
@@ -72,14 +70,14 @@ class DeepseekV4Config(MoEConfig):
         "words": "vocab_size",
         "choices": "num_experts_per_tok",
     }
-    rope_kinds: ClassVar[Kinds] = {
+    rope_kinds = {
         _MAIN: Convention(partial_rotary_factor=1.0, pairs=True, scaled=False),
         _COMPRESS: Convention(
             rope_theta=160000.0, partial_rotary_factor=1.0, pairs=True, theta_key="compress_rope_theta"
         ),
     }
-    rule: ClassVar[Mapping[str, Any]] = {"score": "sqrtsoftplus", "normalised": True, "epsilon": 1e-20}
-    constants: ClassVar[Mapping[str, Any]] = {"activation": "swiglu_limited", "plain_norms": frozenset({"attn.q_norm"})}
+    rule = {"score": "sqrtsoftplus", "normalised": True, "epsilon": 1e-20}
+    constants = {"activation": "swiglu_limited", "plain_norms": frozenset({"attn.q_norm"})}
 
     q_lora_rank: int = 1024
     n_routed_experts: int = 256
@@ -103,13 +101,8 @@ class DeepseekV4Config(MoEConfig):
     mlp_layer_types: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        n = self.num_hidden_layers
-        if n <= limits.LAYERS:
-            kinds = (SPARSE if layer > 1 and layer % 2 else HEAVY for layer in range(n))
-            networks = (HASH if layer < 3 else MOE for layer in range(n))
-            for name, made in (("layer_types", kinds), ("mlp_layer_types", networks)):
-                if getattr(self, name) is None:
-                    object.__setattr__(self, name, tuple(made))
+        self.fill_in("layer_types", lambda layer: SPARSE if layer > 1 and layer % 2 else HEAVY)
+        self.fill_in("mlp_layer_types", lambda layer: HASH if layer < 3 else MOE)
         super().__post_init__()
 
     @property
@@ -323,7 +316,7 @@ def _around(t: Table, branch: str) -> Rows:
     )
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "deepseek_v4-tiny": {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512}
     | {"head_dim": 32, "partial_rotary_factor": 0.25, "q_lora_rank": 32, "o_groups": 2, "o_lora_rank": 16}
     | {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 32, "sliding_window": 64, "num_hash_layers": 1}

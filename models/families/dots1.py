@@ -1,29 +1,20 @@
 """dots.llm1 (rednote-hilab 2025, arXiv 2506.05767): norms of each head, and experts chosen as DeepSeek-V3's are."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.experts_config import SigmoidConfig
 from megacore.models.layer_types import WindowedConfig
 from megacore.models.presets import EXPERTS, rope, shape, tiny
-from megacore.models.weight_rows import Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dots1Config(SigmoidConfig, WindowedConfig):
-    family: ClassVar[str] = "dots1"
-    architecture: ClassVar[str] = "Dots1ForCausalLM"
+    family = "dots1"
+    architecture = "Dots1ForCausalLM"
     # What the class does not read: it says what all models of the family are.
-    harmless: ClassVar[frozenset[str]] = SigmoidConfig.harmless | {
-        "moe_layer_freq",
-        "scoring_func",
-        "topk_method",
-        "use_sliding_window",
-    }
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 32}
+    harmless = SigmoidConfig.harmless | {"moe_layer_freq", "scoring_func", "topk_method", "use_sliding_window"}
+    defaults = {"num_key_value_heads": 32}
+    head_norms = {}
 
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
@@ -36,11 +27,8 @@ class Dots1Config(SigmoidConfig, WindowedConfig):
     def slides(self, layer: int) -> bool:
         return self.sliding_window is not None and layer >= self.max_window_layers
 
-    def mixer(self, t: Table) -> Rows:
-        return super().mixer(t) + t.norms_of_heads()
 
-
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "dots1-tiny": tiny(96, first_k_dense_replace=1, n_shared_experts=2) | EXPERTS,
     "dots.llm1": shape(4096, 10944, 62, 32)
     | {"vocab_size": 152064, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "sliding_window": None}

@@ -1,10 +1,6 @@
 """ERNIE-4.5 0.3B (Baidu 2025): LLaMA whose heads turn in pairs."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.presets import shape, tiny
@@ -14,13 +10,14 @@ from megacore.models.weight_rows import Rows, Table
 
 @dataclass(frozen=True, kw_only=True)
 class Ernie4_5Config(DecoderConfig):
-    family: ClassVar[str] = "ernie4_5"
-    architecture: ClassVar[str] = "Ernie4_5ForCausalLM"
-    harmless: ClassVar[frozenset[str]] = frozenset({"weight_share_add_bias"})
-    derived: ClassVar[frozenset[str]] = frozenset({"attention_dropout"})
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2, "head_dim": 128}
-    rope_convention: ClassVar[Convention] = Convention(rope_theta=500000.0, pairs=True)
-    in_pairs: ClassVar[bool] = True
+    family = "ernie4_5"
+    architecture = "Ernie4_5ForCausalLM"
+    harmless = frozenset({"weight_share_add_bias"})
+    derived = frozenset({"attention_dropout"})
+    defaults = {"num_key_value_heads": 2, "head_dim": 128}
+    rope_convention = Convention(rope_theta=500000.0, pairs=True)
+    in_pairs = True
+    taken = {"attention_dropout": 0.0}  # the class has none
 
     rms_norm_eps: float = 1e-5
     pad_token_id: int | None = 0
@@ -33,14 +30,8 @@ class Ernie4_5Config(DecoderConfig):
     def network(self, t: Table) -> Rows:
         return t.gated_mlp(bias=self.use_bias)
 
-    @classmethod
-    def _derive(cls, values: dict[str, Any]) -> list[str]:
-        values["attention_dropout"] = 0.0  # the class has none
-        return super()._derive(values)
 
-
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "ernie4_5-tiny": tiny(head_dim=16),
-    "ernie-4.5-0.3b": shape(1024, 3072, 18, 16)
-    | {"vocab_size": 103424, "max_position_embeddings": 131072, "head_dim": 128},
+    "ernie-4.5-0.3b": shape(1024, 3072, 18, 16, vocab_size=103424, max_position_embeddings=131072, head_dim=128),
 }

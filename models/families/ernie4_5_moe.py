@@ -1,10 +1,7 @@
 """ERNIE-4.5 21B and 300B (Baidu 2025): experts chosen by corrected scores, in every so many layers, and shared ones."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.config import positive
 from megacore.models.experts_config import MoEConfig
@@ -15,24 +12,18 @@ from megacore.models.weight_rows import Rows, Table
 
 @dataclass(frozen=True, kw_only=True)
 class Ernie4_5MoeConfig(MoEConfig, Ernie4_5Config):
-    family: ClassVar[str] = "ernie4_5_moe"
-    architecture: ClassVar[str] = "Ernie4_5_MoeForCausalLM"
-    further: ClassVar[tuple[str, ...]] = ("model.mtp_",)
-    harmless: ClassVar[frozenset[str]] = (
-        MoEConfig.harmless | Ernie4_5Config.harmless | {"moe_capacity", "num_nextn_predict_layers"}
-    )
-    fixed: ClassVar[Mapping[str, Any]] = {"moe_gate": "topk", "moe_norm_min": 1e-12, "moe_use_aux_free": True}
+    family = "ernie4_5_moe"
+    architecture = "Ernie4_5_MoeForCausalLM"
+    further = ("model.mtp_",)
+    harmless = MoEConfig.harmless | Ernie4_5Config.harmless | {"moe_capacity", "num_nextn_predict_layers"}
+    fixed = {"moe_gate": "topk", "moe_norm_min": 1e-12, "moe_use_aux_free": True}
     # Layers that are not read are not there: who looked for them would find nothing.
-    written: ClassVar[Mapping[str, Any]] = {"num_nextn_predict_layers": 0}
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4}
-    saved: ClassVar[Mapping[str, str]] = {"num_experts_per_tok": "moe_k"}
-    spellings: ClassVar[Mapping[str, str]] = {"num_experts": "moe_num_experts"}
-    axes: ClassVar[Mapping[str, str]] = {
-        **Ernie4_5Config.axes,
-        "experts": "moe_num_experts",
-        "expert_mlp": "moe_intermediate_size",
-    }
-    rule: ClassVar[Mapping[str, Any]] = {"normalised": True}
+    written = {"num_nextn_predict_layers": 0}
+    defaults = {"num_key_value_heads": 4}
+    saved = {"num_experts_per_tok": "moe_k"}
+    spellings = {"num_experts": "moe_num_experts"}
+    axes = {**Ernie4_5Config.axes, "experts": "moe_num_experts", "expert_mlp": "moe_intermediate_size"}
+    rule = {"normalised": True}
 
     pad_token_id: int | None = 0
     tie_word_embeddings: bool = True
@@ -62,8 +53,8 @@ class Ernie4_5MoeConfig(MoEConfig, Ernie4_5Config):
         return [i for i in layers if (i + 1) % every == 0 and first <= i <= last]
 
     @property
-    def ends(self) -> Mapping[str, Any]:
-        return {**super().ends, "head_bias": self.use_bias}
+    def head_bias(self) -> bool:
+        return self.use_bias
 
     def experts(self, t: Table) -> Rows:
         correction = "mlp.moe_statics.e_score_correction_bias"
@@ -80,7 +71,7 @@ class Ernie4_5MoeConfig(MoEConfig, Ernie4_5Config):
         return found
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "ernie4_5_moe-tiny": tiny(96, moe_intermediate_size=32, moe_num_experts=16, moe_k=4),
     "ernie-4.5-21b-a3b": shape(2560, 12288, 28, 20) | {"vocab_size": 103424, "max_position_embeddings": 131072},
     "ernie-4.5-300b-a47b": shape(8192, 28672, 54, 64)

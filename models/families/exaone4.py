@@ -1,25 +1,22 @@
 """EXAONE 4.0 (LG AI Research 2025, arXiv 2507.11407): norms of what branches give and of each head; where some layers
 have windows, the others do not rotate."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.layer_types import PatternedConfig
 from megacore.models.presets import llama3, shape, tiny
-from megacore.models.weight_rows import BRANCHES, OUT_NORMS, Rows, Table
+from megacore.models.weight_rows import BRANCHES, OUT_NORMS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exaone4Config(PatternedConfig):
-    family: ClassVar[str] = "exaone4"
-    architecture: ClassVar[str] = "Exaone4ForCausalLM"
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 32}
-    harmless: ClassVar[frozenset[str]] = PatternedConfig.harmless | {"reorder_and_qk_norm"}
-    pattern: ClassVar[int] = 4
-    parts: ClassVar[Mapping[str, str]] = BRANCHES | OUT_NORMS
+    family = "exaone4"
+    architecture = "Exaone4ForCausalLM"
+    defaults = {"num_key_value_heads": 32}
+    harmless = PatternedConfig.harmless | {"reorder_and_qk_norm"}
+    pattern = 4
+    parts = BRANCHES | OUT_NORMS
+    head_norms = {}
 
     rms_norm_eps: float = 1e-5
 
@@ -30,20 +27,15 @@ class Exaone4Config(PatternedConfig):
     def all_rotate(self) -> bool:
         return self.sliding_window is None
 
-    def mixer(self, t: Table) -> Rows:
-        return super().mixer(t) + t.norms_of_heads()
-
 
 EXAONE4 = {"vocab_size": 102400, "num_key_value_heads": 8}
 _ROPE = llama3(1e6, 16.0)
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "exaone4-tiny": tiny(sliding_window=128),
     "exaone-4.0-1.2b": EXAONE4
     | shape(2048, 4096, 30, 32)
     | {"head_dim": 64, "max_position_embeddings": 65536, "sliding_window": None, "tie_word_embeddings": True}
     | {"rope_parameters": _ROPE},
-    "exaone-4.0-32b": EXAONE4
-    | shape(5120, 27392, 64, 40)
-    | {"max_position_embeddings": 131072, "rope_parameters": _ROPE},
+    "exaone-4.0-32b": EXAONE4 | shape(5120, 27392, 64, 40, max_position_embeddings=131072, rope_parameters=_ROPE),
 }

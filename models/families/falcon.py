@@ -1,11 +1,9 @@
 """Falcon (Almazrouei et al. 2023, arXiv 2311.16867): branches side by side, keys and values of one head (7B) or of one
 for each group of queries, stored group by group (11B, 40B, 180B)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import Anatomy
 from megacore.models.decoder_config import DecoderConfig
@@ -15,27 +13,25 @@ from megacore.parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class FalconConfig(DecoderConfig):
-    family: ClassVar[str] = "falcon"
-    architecture: ClassVar[str] = "FalconForCausalLM"
-    eps: ClassVar[str] = "layer_norm_epsilon"
-    base_model_prefix: ClassVar[str] = "transformer"
-    tied: ClassVar[tuple[str, str]] = ("transformer.word_embeddings.weight", "lm_head.weight")
-    harmless: ClassVar[frozenset[str]] = frozenset({"ff_factor"})  # which the class does not read
+    family = "falcon"
+    architecture = "FalconForCausalLM"
+    eps = "layer_norm_epsilon"
+    base_model_prefix = "transformer"
+    tied = ("transformer.word_embeddings.weight", "lm_head.weight")
+    harmless = frozenset({"ff_factor"})  # which the class does not read
     # The class drops elements of the sum of two branches, and the attention's where there is no attention dropout.
-    fixed: ClassVar[Mapping[str, Any]] = {
+    fixed = {
         "alibi": False,
         "apply_residual_connection_post_layernorm": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
     }
-    ignored: ClassVar[tuple[str, ...]] = ("transformer.h.{layer}.self_attention.rotary_emb.inv_freq",)
-    derived: ClassVar[frozenset[str]] = frozenset(
-        {"head_dim", "hidden_act", "intermediate_size", "num_key_value_heads"}
-    )
-    layer: ClassVar[str] = "transformer.h.{layer}"
-    last_norm: ClassVar[str] = "transformer.ln_f"
-    norm_bias: ClassVar[bool] = True
-    constants: ClassVar[Mapping[str, Any]] = {"norm": "layer", "padding_idx": None}
+    ignored = ("transformer.h.{layer}.self_attention.rotary_emb.inv_freq",)
+    derived = frozenset({"head_dim", "hidden_act", "intermediate_size", "num_key_value_heads"})
+    layer = "transformer.h.{layer}"
+    last_norm = "transformer.ln_f"
+    norm_bias = True
+    constants = {"norm": "layer", "padding_idx": None}
 
     activation: str = "gelu"
     layer_norm_epsilon: float = 1e-5
@@ -121,7 +117,7 @@ def _shape(hidden: int, layers: int, heads: int) -> dict[str, Any]:
 
 _NEW = {"new_decoder_architecture": True, "num_kv_heads": 8}
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "falcon-tiny": _shape(64, 4, 4) | {"vocab_size": 512, "max_position_embeddings": 512},
     "falcon-7b": _shape(4544, 32, 71),
     "falcon-40b": _shape(8192, 60, 128) | _NEW,

@@ -1,10 +1,7 @@
 """Falcon-H1 (TII 2025, arXiv 2507.22448): attention and a state space (Mamba-2) side by side in each layer."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import Anatomy, Factors
 from megacore.models.config import above_zero
@@ -12,24 +9,19 @@ from megacore.models.presets import shape, tiny
 from megacore.models.ssm_config import StateSpaceConfig
 from megacore.models.weight_rows import Rows, Table
 
-_OF_BRANCHES = ("attention_in_multiplier", "attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier")
-
 
 @dataclass(frozen=True, kw_only=True)
 class FalconH1Config(StateSpaceConfig):
-    family: ClassVar[str] = "falcon_h1"
-    architecture: ClassVar[str] = "FalconH1ForCausalLM"
-    derived: ClassVar[frozenset[str]] = frozenset({"layer_types"})
-    harmless: ClassVar[frozenset[str]] = StateSpaceConfig.harmless | {"mamba_use_mlp"}
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "mamba_d_ssm": 1024}
-    last_norm: ClassVar[str] = "model.final_layernorm"
-    told: ClassVar[Mapping[str, str]] = {"embedding_scale": "embedding_multiplier", "logit_scale": "lm_head_multiplier"}
-    parts: ClassVar[Mapping[str, str]] = {
-        "network": "",
-        "mixer": "",
-        "attn_norm": "input_layernorm",
-        "mlp_norm": "pre_ff_layernorm",
-    }
+    family = "falcon_h1"
+    architecture = "FalconH1ForCausalLM"
+    derived = frozenset({"layer_types"})
+    harmless = StateSpaceConfig.harmless | {"mamba_use_mlp"}
+    defaults = {"num_key_value_heads": 8, "mamba_d_ssm": 1024}
+    last_norm = "model.final_layernorm"
+    told = {"embedding_scale": "embedding_multiplier", "logit_scale": "lm_head_multiplier"}
+    parts = {"network": "", "mixer": "", "attn_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}
+    network_rows = ("feed_forward.{gate,up}_proj", "feed_forward.down_proj")
+    taken = {"layer_types": None}
 
     rms_norm_eps: float = 1e-5
     pad_token_id: int | None = 0
@@ -68,9 +60,6 @@ class FalconH1Config(StateSpaceConfig):
         attention = t.attention(bias=self.attention_bias, out_bias=self.attention_bias)
         return t.state_space(bias=bias, conv_bias=conv, out_bias=out, norm=self.mamba_rms_norm) + attention
 
-    def network(self, t: Table) -> Rows:
-        return t.gated_mlp("feed_forward.{gate,up}_proj", "feed_forward.down_proj", bias=self.mlp_bias)
-
     def problems(self) -> list[str]:
         found = super().problems() + above_zero(self, "key_multiplier")
         for name, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)):
@@ -82,7 +71,6 @@ class FalconH1Config(StateSpaceConfig):
 
     @classmethod
     def _derive(cls, values: dict[str, Any]) -> list[str]:
-        values |= {"layer_types": None}
         for name, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)):
             if values.get(name) is None:
                 values[name] = (1.0,) * count
@@ -98,7 +86,7 @@ _EACH = {
     "ssm_in_multiplier": 1.25,
 }
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "falcon_h1-tiny": tiny(mamba_d_ssm=96, mamba_n_heads=8, mamba_d_state=16, key_multiplier=0.5),
     "falcon-h1-0.5b": _EACH
     | shape(1024, 2048, 36, 8)

@@ -1,26 +1,22 @@
 """Falcon Mamba (TII 2024, arXiv 2410.05355): Mamba, whose steps, B and C are normalised."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.families.mamba import MambaConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class FalconMambaConfig(MambaConfig):
-    family: ClassVar[str] = "falcon_mamba"
-    architecture: ClassVar[str] = "FalconMambaForCausalLM"
-    harmless: ClassVar[frozenset[str]] = MambaConfig.harmless | {"use_falcon_mambapy"}
-    constants: ClassVar[Mapping[str, Any]] = {"plain_norms": frozenset({"ssm.dt_norm", "ssm.b_norm", "ssm.c_norm"})}
-    told: ClassVar[Mapping[str, str]] = {"latent_norm_eps": "mixer_rms_eps"}
+    family = "falcon_mamba"
+    architecture = "FalconMambaForCausalLM"
+    harmless = MambaConfig.harmless | {"use_falcon_mambapy"}
+    constants = {"plain_norms": frozenset({"ssm.dt_norm", "ssm.b_norm", "ssm.c_norm"})}
+    told = {"latent_norm_eps": "mixer_rms_eps"}
 
     mixer_rms_eps: float = 1e-6
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "falcon_mamba-tiny": {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 4},
     "falcon-mamba-7b": {
         "vocab_size": 65024,

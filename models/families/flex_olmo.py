@@ -1,24 +1,21 @@
 """FlexOlmo (Shi et al. 2025, arXiv 2507.07024): OLMo 2 with experts that were trained apart."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.experts_config import MoEConfig
 from megacore.models.presets import shape, tiny
 from megacore.models.rope_config import Convention
-from megacore.models.weight_rows import BRANCHES, OF_ALL, OUT_NORMS, Rows, Table
+from megacore.models.weight_rows import BRANCHES, OF_ALL, OUT_NORMS
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlexOlmoConfig(MoEConfig):
-    family: ClassVar[str] = "flex_olmo"
-    architecture: ClassVar[str] = "FlexOlmoForCausalLM"
-    spellings: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
-    rope_convention: ClassVar[Convention] = Convention(rope_theta=500000.0)
-    parts: ClassVar[Mapping[str, str]] = BRANCHES | OUT_NORMS
+    family = "flex_olmo"
+    architecture = "FlexOlmoForCausalLM"
+    spellings = {"num_local_experts": "num_experts"}
+    rope_convention = Convention(rope_theta=500000.0)
+    parts = BRANCHES | OUT_NORMS
+    head_norms = {"of": OF_ALL}
 
     rms_norm_eps: float = 1e-6
     pad_token_id: int | None = 100277
@@ -27,11 +24,8 @@ class FlexOlmoConfig(MoEConfig):
     num_experts_per_tok: int = 5
     norm_topk_prob: bool = False
 
-    def mixer(self, t: Table) -> Rows:
-        return super().mixer(t) + t.norms_of_heads(of=OF_ALL)
 
-
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "flex_olmo-tiny": tiny(32, pad_token_id=None, num_experts=8, num_experts_per_tok=4),
     "flexolmo-7x7b": shape(4096, 11008, 32, 32) | {"vocab_size": 100352, "max_position_embeddings": 4096},
 }

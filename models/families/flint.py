@@ -1,10 +1,7 @@
 """Flint (RecursiveSI 2026): sinks, windows that alone rotate, and experts chosen by sigmoids beside a shared one."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.experts_config import SparseConfig
 from megacore.models.layer_types import WindowedConfig
@@ -14,11 +11,11 @@ from megacore.models.weight_rows import Rows, Table
 
 @dataclass(frozen=True, kw_only=True)
 class FlintConfig(SparseConfig, WindowedConfig):
-    family: ClassVar[str] = "flint"
-    architecture: ClassVar[str] = "FlintForCausalLM"
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4, "head_dim": 128}
-    axes: ClassVar[Mapping[str, str]] = {**SparseConfig.axes, "shared_mlp": "shared_expert_intermediate_size"}
-    rule: ClassVar[Mapping[str, Any]] = {"score": "sigmoid"}
+    family = "flint"
+    architecture = "FlintForCausalLM"
+    defaults = {"num_key_value_heads": 4, "head_dim": 128}
+    axes = {**SparseConfig.axes, "shared_mlp": "shared_expert_intermediate_size"}
+    rule = {"score": "sigmoid"}
 
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
@@ -49,7 +46,7 @@ class FlintConfig(SparseConfig, WindowedConfig):
         return super()._derive(values)
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "flint-tiny": tiny(head_dim=16, sliding_window=128, moe_intermediate_size=32, shared_expert_intermediate_size=64)
     | {"num_experts": 16, "num_experts_per_tok": 4}
 }

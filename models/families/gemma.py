@@ -1,11 +1,9 @@
 """Gemma (Gemma Team 2024, arXiv 2403.08295): norms of 1 + weight, scaled embeddings, GeGLU, a tied head."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import Anatomy
 from megacore.models.decoder_config import DecoderConfig
@@ -16,13 +14,13 @@ TANH = "gelu_pytorch_tanh"
 
 @dataclass(frozen=True, kw_only=True)
 class GemmaConfig(DecoderConfig):
-    family: ClassVar[str] = "gemma"
-    architecture: ClassVar[str] = "GemmaForCausalLM"
+    family = "gemma"
+    architecture = "GemmaForCausalLM"
     # The first releases have it beside hidden_act, and nothing reads it.
-    harmless: ClassVar[frozenset[str]] = frozenset({"hidden_activation"})
-    fixed: ClassVar[Mapping[str, Any]] = {"use_bidirectional_attention": None}
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 16, "head_dim": 256}
-    constants: ClassVar[Mapping[str, Any]] = {
+    harmless = frozenset({"hidden_activation"})
+    fixed = {"use_bidirectional_attention": None}
+    defaults = {"num_key_value_heads": 16, "head_dim": 256}
+    constants = {
         "norm_offset": 1.0,
         "round_embedding_scale": True,
         "both_ways": "prompts",  # in PaliGemma
@@ -44,9 +42,8 @@ class GemmaConfig(DecoderConfig):
         return super()._read({**config, "hidden_act": TANH} if config.get("hidden_act") == "gelu" else config)
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "gemma-tiny": tiny(num_key_value_heads=1, head_dim=32),
-    "gemma-2b": shape(2048, 16384, 18, 8)
-    | {"vocab_size": 256000, "num_key_value_heads": 1, "max_position_embeddings": 8192},
+    "gemma-2b": shape(2048, 16384, 18, 8, vocab_size=256000, num_key_value_heads=1, max_position_embeddings=8192),
     "gemma-7b": shape(3072, 24576, 28, 16) | {"vocab_size": 256000, "max_position_embeddings": 8192},
 }

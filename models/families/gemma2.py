@@ -1,10 +1,7 @@
 """Gemma 2 (Gemma Team 2024, arXiv 2408.00118): Gemma with norms around each branch, softcaps, and windows."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import Anatomy
 from megacore.models.config import above_zero
@@ -16,16 +13,13 @@ from megacore.models.weight_rows import OUT_NORMS, around
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma2Config(GemmaConfig, WindowedConfig):
-    family: ClassVar[str] = "gemma2"
-    architecture: ClassVar[str] = "Gemma2ForCausalLM"
-    harmless: ClassVar[frozenset[str]] = frozenset({"cache_implementation", "sliding_window_size"})
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4, "head_dim": 256}
-    derived: ClassVar[frozenset[str]] = frozenset({"hidden_act"})
-    told: ClassVar[Mapping[str, str]] = {
-        "attention_softcap": "attn_logit_softcapping",
-        "logit_softcap": "final_logit_softcapping",
-    }
-    parts: ClassVar[Mapping[str, str]] = around("input_layernorm", "pre_feedforward_layernorm", **OUT_NORMS)
+    family = "gemma2"
+    architecture = "Gemma2ForCausalLM"
+    harmless = frozenset({"cache_implementation", "sliding_window_size"})
+    defaults = {"num_key_value_heads": 4, "head_dim": 256}
+    derived = frozenset({"hidden_act"})
+    told = {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
+    parts = around("input_layernorm", "pre_feedforward_layernorm", **OUT_NORMS)
 
     hidden_act: str = field()
     hidden_activation: str = TANH
@@ -52,11 +46,10 @@ class Gemma2Config(GemmaConfig, WindowedConfig):
 
 _GEMMA2 = {"vocab_size": 256000, "max_position_embeddings": 8192}
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "gemma2-tiny": tiny(head_dim=32, query_pre_attn_scalar=32, sliding_window=128),
     "gemma-2-2b": _GEMMA2 | shape(2304, 9216, 26, 8),
     "gemma-2-9b": _GEMMA2 | shape(3584, 14336, 42, 16) | {"num_key_value_heads": 8},
     "gemma-2-27b": _GEMMA2
-    | shape(4608, 36864, 46, 32)
-    | {"num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 144},
+    | shape(4608, 36864, 46, 32, num_key_value_heads=16, head_dim=128, query_pre_attn_scalar=144),
 }

@@ -1,11 +1,9 @@
 """Gemma 3n, its text models (Google 2025): several streams that are predicted and corrected (AltUp), low-rank linears
 beside attention (LAuReL), first layers most of whose gates are cut off, and embeddings of each layer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import AltUp, Anatomy
 from megacore.models.config import above_zero, positive
@@ -13,9 +11,7 @@ from megacore.models.families.gemma import GemmaConfig
 from megacore.models.families.gemma3 import Gemma3Config
 from megacore.models.families.gemma4 import SharedKeysConfig
 from megacore.models.presets import shape, tiny
-from megacore.models.rope_config import Kinds
 from megacore.models.weight_rows import Rows, Table
-from megacore.parallel import limits
 from megacore.parallel.weights.schema import Param
 
 # The last one of so many layers sees all; so many first layers cut gates off, of more than these.
@@ -25,26 +21,26 @@ _EVERY, _CUT = 5, 10
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3nConfig(SharedKeysConfig):
-    family: ClassVar[str] = "gemma3n_text"
-    architecture: ClassVar[str] = "Gemma3nForCausalLM"
+    family = "gemma3n_text"
+    architecture = "Gemma3nForCausalLM"
     # Without it, a weight of the class would do nothing.
-    fixed: ClassVar[Mapping[str, Any]] = {"altup_correct_scale": True}
-    defaults: ClassVar[Mapping[str, Any]] = {
+    fixed = {"altup_correct_scale": True}
+    defaults = {
         **shape(2048, 16384, 35, 8),
         "vocab_size": 262400,
         "num_key_value_heads": 2,
         "head_dim": 256,
         "max_position_embeddings": 32768,
     }
-    axes: ClassVar[Mapping[str, str]] = {
+    axes = {
         **GemmaConfig.axes,
         "input": "hidden_size_per_layer_input",
         "laurel": "laurel_rank",
         "streams": "altup_num_inputs",
     }
-    rope_kinds: ClassVar[Kinds] = Gemma3Config.rope_kinds
-    constants: ClassVar[Mapping[str, Any]] = {"round_input_scales": True}
-    told: ClassVar[Mapping[str, str]] = {"cut": "activation_sparsity_pattern"}
+    rope_kinds = Gemma3Config.rope_kinds
+    constants = {"round_input_scales": True}
+    told = {"cut": "activation_sparsity_pattern"}
 
     final_logit_softcapping: float | None = 30.0
     num_kv_shared_layers: int = 15
@@ -56,10 +52,8 @@ class Gemma3nConfig(SharedKeysConfig):
     activation_sparsity_pattern: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        layers = self.num_hidden_layers
-        if self.activation_sparsity_pattern is None and layers <= limits.LAYERS:
-            first = _CUT if layers > _CUT else 0
-            object.__setattr__(self, "activation_sparsity_pattern", (0.95,) * first + (0.0,) * (layers - first))
+        first = _CUT if self.num_hidden_layers > _CUT else 0
+        self.fill_in("activation_sparsity_pattern", lambda layer: 0.95 if layer < first else 0.0)
         super().__post_init__()
 
     def slides(self, layer: int) -> bool:
@@ -128,7 +122,7 @@ class Gemma3nConfig(SharedKeysConfig):
         return values, problems
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "gemma3n_text-tiny": tiny(layers=6, head_dim=16, sliding_window=128, num_kv_shared_layers=1, laurel_rank=8)
     | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 512}
     | {"activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0, 0.0]},

@@ -1,10 +1,8 @@
 """Gemma 4, its text models (Google 2026): other heads where a layer sees all, and experts beside the network."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import FULL, SLIDING, Anatomy
 from megacore.models.config import above_zero, positive
@@ -12,7 +10,7 @@ from megacore.models.families.gemma import GemmaConfig
 from megacore.models.families.gemma3 import Gemma3Config
 from megacore.models.local_rope import LocalHeadsConfig, LocalRopeConfig
 from megacore.models.presets import shape, tiny
-from megacore.models.rope_config import Convention, Kinds
+from megacore.models.rope_config import Convention
 from megacore.models.weight_rows import Rows, Table, in_layers
 from megacore.parallel import limits
 from megacore.parallel.routing import Routing
@@ -26,19 +24,19 @@ _EVERY = 6
 class SharedKeysConfig(GemmaConfig, LocalRopeConfig):
     """Layers are told of tokens by embeddings of their own, and the last ones look at others' keys and values."""
 
-    of_text: ClassVar[bool] = True
-    harmless: ClassVar[frozenset[str]] = frozenset()
-    fixed: ClassVar[Mapping[str, Any]] = {}
-    saved: ClassVar[Mapping[str, str]] = {"hidden_act": "hidden_activation"}
-    constants: ClassVar[Mapping[str, Any]] = {
+    of_text = True
+    harmless = frozenset()
+    fixed = {}
+    saved = {"hidden_act": "hidden_activation"}
+    constants = {
         "attention_scale": 1.0,
         "norm_offset": 0.0,
         "both_ways": None,
         "plain_norms": frozenset({"attn.v_norm"}),
     }
-    told: ClassVar[Mapping[str, str]] = {"logit_softcap": "final_logit_softcapping"}
-    parts: ClassVar[Mapping[str, str]] = Gemma3Config.parts
-    without: ClassVar[str] = "layers that look at the keys and values of another one have none of their own"
+    told = {"logit_softcap": "final_logit_softcapping"}
+    parts = Gemma3Config.parts
+    without = "layers that look at the keys and values of another one have none of their own"
 
     sliding_window: int | None = 512
     final_logit_softcapping: float | None = None
@@ -112,17 +110,17 @@ class SharedKeysConfig(GemmaConfig, LocalRopeConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4Config(SharedKeysConfig, LocalHeadsConfig):
-    family: ClassVar[str] = "gemma4_text"
-    architecture: ClassVar[str] = "Gemma4ForCausalLM"
-    reads: ClassVar[frozenset[str]] = frozenset({"per_layer_config"})
-    defaults: ClassVar[Mapping[str, Any]] = {**Gemma3Config.defaults, "vocab_size": 262144}
-    axes: ClassVar[Mapping[str, str]] = {
+    family = "gemma4_text"
+    architecture = "Gemma4ForCausalLM"
+    reads = frozenset({"per_layer_config"})
+    defaults = {**Gemma3Config.defaults, "vocab_size": 262144}
+    axes = {
         **GemmaConfig.axes,
         "head": "global_head_dim",
         "kv": "global_kv",
         **{f"local_{axis}": GemmaConfig.axes[axis] for axis in ("kv", "head")},
     }
-    rope_kinds: ClassVar[Kinds] = {
+    rope_kinds = {
         FULL: Convention(parameters={"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}),
         SLIDING: Convention(),
     }
@@ -245,7 +243,7 @@ _EACH = {
 _FIVE = {"layer_types": [FULL if layer % 5 == 4 else SLIDING for layer in range(35)]}
 _SMALL = {"final_logit_softcapping": 30.0}
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "gemma4_text-tiny": tiny(layers=6, head_dim=16, global_head_dim=32, sliding_window=128, attention_k_eq_v=True)
     | {"num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
     "gemma-4-e2b": _SMALL

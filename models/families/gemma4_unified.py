@@ -1,11 +1,7 @@
 """Gemma 4 12B, its text model (Google 2026), whose images and sounds go through no tower: no experts, no embeddings of
 each layer."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.families.gemma4 import Gemma4Config
 from megacore.models.presets import tiny
@@ -20,21 +16,17 @@ _ABSENT = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 26214
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4UnifiedConfig(Gemma4Config):
-    family: ClassVar[str] = "gemma4_unified_text"
-    architecture: ClassVar[str] = "Gemma4UnifiedForCausalLM"
-    defaults: ClassVar[Mapping[str, Any]] = {**Gemma4Config.defaults, "max_position_embeddings": 262144}
-    derived: ClassVar[frozenset[str]] = frozenset(_ABSENT)
+    family = "gemma4_unified_text"
+    architecture = "Gemma4UnifiedForCausalLM"
+    defaults = {**Gemma4Config.defaults, "max_position_embeddings": 262144}
+    taken = _ABSENT
+    derived = frozenset(_ABSENT)
 
     sliding_window: int | None = 1024
     use_bidirectional_attention: str | None = "vision"
 
-    @classmethod
-    def _derive(cls, values: dict[str, Any]) -> list[str]:
-        values |= _ABSENT
-        return super()._derive(values)
 
-
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "gemma4_unified_text-tiny": tiny(layers=6, head_dim=16, global_head_dim=32, sliding_window=128)
     | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
 }

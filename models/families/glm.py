@@ -1,32 +1,25 @@
 """GLM-4-9B (GLM Team 2024, arXiv 2406.12793): biases of queries, keys and values; half of each head turns, in pairs."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.decoder_config import DecoderConfig
-from megacore.models.presets import rope, shape
+from megacore.models.presets import rope, shape, tiny
 from megacore.models.rope_config import Convention
-from megacore.models.weight_rows import Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
 class GlmConfig(DecoderConfig):
-    family: ClassVar[str] = "glm"
-    architecture: ClassVar[str] = "GlmForCausalLM"
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2, "head_dim": 128}
-    rope_convention: ClassVar[Convention] = Convention(partial_rotary_factor=0.5)
-    in_pairs: ClassVar[bool] = True
-    out_bias: ClassVar[bool] = False
+    family = "glm"
+    architecture = "GlmForCausalLM"
+    defaults = {"num_key_value_heads": 2, "head_dim": 128}
+    rope_convention = Convention(partial_rotary_factor=0.5)
+    in_pairs = True
+    out_bias = False
+    network_rows = ("mlp.gate_up_proj",)
 
     rms_norm_eps: float = 1.5625e-7
     pad_token_id: int | None = 151329
     attention_bias: bool = True
-
-    def network(self, t: Table) -> Rows:
-        return t.gated_mlp("mlp.gate_up_proj")
 
 
 _GLM = {"vocab_size": 151552, "max_position_embeddings": 131072}
@@ -39,9 +32,8 @@ _EDGE = {
     **rope(10000.0, partial_rotary_factor=1.0),
 }
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "glm-tiny": shape(64, 176, 4, 4)
-    | {"vocab_size": 512, "head_dim": 16, "max_position_embeddings": 512, "pad_token_id": None},
+PRESETS = {
+    "glm-tiny": tiny(head_dim=16, pad_token_id=None),
     "glm-edge-1.5b": _EDGE | shape(2048, 6144, 28, 16) | {"num_key_value_heads": 4},
     "glm-edge-4b": _EDGE | shape(3072, 8192, 40, 24) | {"num_key_value_heads": 6},
     "glm-4-9b": _GLM | shape(4096, 13696, 40, 32) | {"max_position_embeddings": 8192},

@@ -1,11 +1,7 @@
 """GLM-4.5, GLM-4.6 (GLM Team 2025, arXiv 2508.06471): experts behind some layers without, chosen as DeepSeek-V3's are,
 and heads of which half turns."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.experts_config import SigmoidConfig
 from megacore.models.presets import EXPERTS, rope, shape, tiny
@@ -15,11 +11,11 @@ from megacore.models.weight_rows import Rows, Table
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4MoeConfig(SigmoidConfig):
-    family: ClassVar[str] = "glm4_moe"
-    architecture: ClassVar[str] = "Glm4MoeForCausalLM"
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
-    rope_convention: ClassVar[Convention] = Convention(partial_rotary_factor=0.5)
-    out_bias: ClassVar[bool] = False
+    family = "glm4_moe"
+    architecture = "Glm4MoeForCausalLM"
+    defaults = {"num_key_value_heads": 8}
+    rope_convention = Convention(partial_rotary_factor=0.5)
+    out_bias = False
 
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False
@@ -39,7 +35,7 @@ _EACH = {"vocab_size": 151552, "head_dim": 128, "max_position_embeddings": 13107
     **rope(1e6, partial_rotary_factor=0.5)
 }
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "glm4_moe-tiny": tiny(96, head_dim=16) | EXPERTS,
     "glm-4.5-air": _EACH | shape(4096, 10944, 46, 96),
     "glm-4.5": _EACH

@@ -1,10 +1,6 @@
 """GLM-4.7-Flash (Z.ai 2026): latent attention and experts as DeepSeek-V3 has them, in layers that are named."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.experts_config import TypedLayersConfig
 from megacore.models.families.deepseek_v3 import DeepseekV3Config
@@ -13,10 +9,10 @@ from megacore.models.presets import rope, shape, tiny_latent
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4MoeLiteConfig(DeepseekV3Config, TypedLayersConfig):
-    family: ClassVar[str] = "glm4_moe_lite"
-    architecture: ClassVar[str] = "Glm4MoeLiteForCausalLM"
+    family = "glm4_moe_lite"
+    architecture = "Glm4MoeLiteForCausalLM"
     # The class takes one layer without experts where mlp_layer_types says nothing, whatever stands here.
-    fixed: ClassVar[Mapping[str, Any]] = {**DeepseekV3Config.fixed, "first_k_dense_replace": 1}
+    fixed = {**DeepseekV3Config.fixed, "first_k_dense_replace": 1}
 
     rms_norm_eps: float = 1e-5
     q_lora_rank: int | None = 768
@@ -31,7 +27,7 @@ class Glm4MoeLiteConfig(DeepseekV3Config, TypedLayersConfig):
     topk_group: int = 1
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "glm4_moe_lite-tiny": tiny_latent(96, moe_intermediate_size=32, n_routed_experts=16),
     "glm-4.7-flash": shape(2048, 10240, 47, 20) | {"vocab_size": 154880, "max_position_embeddings": 202752} | rope(1e6),
 }

@@ -1,25 +1,21 @@
 """GLM-5 (Z.ai 2026, arXiv 2602.15763): DeepSeek-V3.2 with other sizes, of which several layers may look at what the
 indexer of one chooses (arXiv 2603.12201)."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, ClassVar
 
 from megacore.models.families.deepseek_v32 import TINY, DeepseekV32Config
 from megacore.models.layer_types import kind_problems
 from megacore.models.presets import rope, shape, tiny_latent
-from megacore.parallel import limits
 
 
 @dataclass(frozen=True, kw_only=True)
 class GlmMoeDsaConfig(DeepseekV32Config):
-    family: ClassVar[str] = "glm_moe_dsa"
-    architecture: ClassVar[str] = "GlmMoeDsaForCausalLM"
-    fixed: ClassVar[Mapping[str, Any]] = {**DeepseekV32Config.fixed, "indexer_rope_interleave": True}
-    index_pairs: ClassVar[bool] = True
+    family = "glm_moe_dsa"
+    architecture = "GlmMoeDsaForCausalLM"
+    fixed = {**DeepseekV32Config.fixed, "indexer_rope_interleave": True}
+    index_pairs = True
 
     rms_norm_eps: float = 1e-5
     q_lora_rank: int = 2048
@@ -35,10 +31,8 @@ class GlmMoeDsaConfig(DeepseekV32Config):
     index_skip_topk_offset: int = field(default=2, compare=False)
 
     def __post_init__(self) -> None:
-        if self.indexer_types is None and self.num_hidden_layers <= limits.LAYERS:
-            behind = (max(layer - self.index_skip_topk_offset + 1, 0) for layer in range(self.num_hidden_layers))
-            kinds = ("shared" if layer % max(self.index_topk_freq, 1) else "full" for layer in behind)
-            object.__setattr__(self, "indexer_types", tuple(kinds))
+        first, every = self.index_skip_topk_offset - 1, max(self.index_topk_freq, 1)
+        self.fill_in("indexer_types", lambda layer: "shared" if max(layer - first, 0) % every else "full")
         super().__post_init__()
 
     @property
@@ -56,7 +50,7 @@ class GlmMoeDsaConfig(DeepseekV32Config):
         return found
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "glm_moe_dsa-tiny": tiny_latent(96) | TINY,
     "glm-5": shape(6144, 12288, 78, 64) | {"vocab_size": 154880, "max_position_embeddings": 202752} | rope(1e6),
 }

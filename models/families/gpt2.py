@@ -3,8 +3,6 @@
 Hugging Face stores its matrices transposed (Conv1D): the axis that is read is spelled first there.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,29 +16,23 @@ from megacore.parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class Gpt2Config(ModelConfig):
-    family: ClassVar[str] = "gpt2"
-    architecture: ClassVar[str] = "GPT2LMHeadModel"
+    family = "gpt2"
+    architecture = "GPT2LMHeadModel"
     # How the scores are rounded, and heads for other tasks; neither changes the function that is computed. Nor does the
     # token for padding, whose embedding is trained as any other.
-    harmless: ClassVar[frozenset[str]] = frozenset(
+    harmless = frozenset(
         {
             "gradient_checkpointing", "n_ctx", "n_special", "output_past", "pad_token_id", "predict_special_tokens",
             "reorder_and_upcast_attn", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
             "summary_type", "summary_use_proj",
         }
     )  # fmt: skip
-    fixed: ClassVar[Mapping[str, Any]] = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
-    base_model_prefix: ClassVar[str] = "transformer"
-    tied: ClassVar[tuple[str, str]] = ("transformer.wte.weight", "lm_head.weight")
+    fixed = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+    base_model_prefix = "transformer"
+    tied = ("transformer.wte.weight", "lm_head.weight")
     # The causal mask and its fill value.
     ignored: ClassVar[tuple[str, ...]] = ("transformer.h.{layer}.attn.bias", "transformer.h.{layer}.attn.masked_bias")
-    axes: ClassVar[Mapping[str, str]] = {
-        "layer": "n_layer",
-        "vocab": "vocab_size",
-        "position": "n_positions",
-        "embed": "n_embd",
-        "heads": "n_head",
-    }
+    axes = {"layer": "n_layer", "vocab": "vocab_size", "position": "n_positions", "embed": "n_embd", "heads": "n_head"}
 
     n_positions: int = 1024
     n_embd: int
@@ -112,7 +104,7 @@ def _shape(embed: int, layers: int, heads: int) -> dict[str, Any]:
     return {"vocab_size": 50257, "n_positions": 1024, "n_embd": embed, "n_layer": layers, "n_head": heads}
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "gpt2-tiny": _shape(64, 4, 4) | {"vocab_size": 512, "n_positions": 512},
     "gpt2": _shape(768, 12, 12),
     "gpt2-medium": _shape(1024, 24, 16),

@@ -1,10 +1,7 @@
 """SantaCoder, StarCoder (Li et al. 2023, arXiv 2305.06161): GPT-2 whose heads share one key and one value."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.families.gpt2 import Gpt2Config
 from megacore.models.weight_rows import HEADS, QKV, QKV_BY_HEAD, QKV_EACH, Rows, Table
@@ -12,15 +9,15 @@ from megacore.models.weight_rows import HEADS, QKV, QKV_BY_HEAD, QKV_EACH, Rows,
 
 @dataclass(frozen=True, kw_only=True)
 class GptBigCodeConfig(Gpt2Config):
-    family: ClassVar[str] = "gpt_bigcode"
-    architecture: ClassVar[str] = "GPTBigCodeForCausalLM"
+    family = "gpt_bigcode"
+    architecture = "GPTBigCodeForCausalLM"
     # How scores are rounded and caches kept; and what follows from multi_query, whatever it says.
-    harmless: ClassVar[frozenset[str]] = Gpt2Config.harmless | {
+    harmless = Gpt2Config.harmless | {
         "attention_softmax_in_fp32", "inference_runner", "max_batch_size", "max_sequence_length",
         "num_key_value_heads", "pad_key_length", "pre_allocate_kv_cache", "scale_attention_softmax_in_fp32",
         "validate_runner_input",
     }  # fmt: skip
-    fixed: ClassVar[Mapping[str, Any]] = {"scale_attn_weights": True}
+    fixed = {"scale_attn_weights": True}
 
     activation_function: str = "gelu_pytorch_tanh"
     multi_query: bool = True
@@ -41,7 +38,7 @@ class GptBigCodeConfig(Gpt2Config):
         )
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "gpt_bigcode-tiny": {"vocab_size": 512, "n_positions": 512, "n_embd": 64, "n_layer": 4, "n_head": 4},
     "santacoder": {"vocab_size": 49280, "n_positions": 2048, "n_embd": 2048, "n_layer": 24, "n_head": 16},
     "starcoder": {"vocab_size": 49152, "n_positions": 8192, "n_embd": 6144, "n_layer": 40, "n_head": 48}

@@ -1,16 +1,14 @@
 """GPT-Neo (Black et al. 2021): GPT-2 of which every other layer has a window, and whose scores are not scaled."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import FULL, SLIDING, Anatomy, by_kind
 from megacore.models.config import positive
 from megacore.models.learned_positions import LearnedPositionsConfig
 from megacore.models.presets import shape
-from megacore.models.weight_rows import QKV_EACH, Rows, Table, around
+from megacore.models.weight_rows import QKV_EACH, around
 from megacore.parallel import limits
 
 _KINDS = {"global": FULL, "local": SLIDING}
@@ -18,32 +16,35 @@ _KINDS = {"global": FULL, "local": SLIDING}
 
 @dataclass(frozen=True, kw_only=True)
 class GptNeoConfig(LearnedPositionsConfig):
-    family: ClassVar[str] = "gpt_neo"
-    architecture: ClassVar[str] = "GPTNeoForCausalLM"
-    reads: ClassVar[frozenset[str]] = frozenset({"attention_types"})
-    eps: ClassVar[str] = "layer_norm_epsilon"
-    base_model_prefix: ClassVar[str] = "transformer"
-    tied: ClassVar[tuple[str, str]] = ("transformer.wte.weight", "lm_head.weight")
-    positions: ClassVar[str] = "transformer.wpe"
+    family = "gpt_neo"
+    architecture = "GPTNeoForCausalLM"
+    reads = frozenset({"attention_types"})
+    eps = "layer_norm_epsilon"
+    base_model_prefix = "transformer"
+    tied = ("transformer.wte.weight", "lm_head.weight")
+    positions = "transformer.wpe"
     # The causal mask and its fill value.
-    ignored: ClassVar[tuple[str, ...]] = tuple(
-        f"transformer.h.{{layer}}.attn.attention.{name}" for name in ("bias", "masked_bias")
-    )
-    harmless: ClassVar[frozenset[str]] = frozenset(
+    ignored = tuple(f"transformer.h.{{layer}}.attn.attention.{name}" for name in ("bias", "masked_bias"))
+    harmless = frozenset(
         {"classifier_dropout", "gradient_checkpointing", "pad_token_id"}
         | {f"summary_{of}" for of in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")}
     )
-    saved: ClassVar[Mapping[str, str]] = {
-        "hidden_act": "activation_function",
-        "num_attention_heads": "num_heads",
-        "num_hidden_layers": "num_layers",
+    saved = {"hidden_act": "activation_function", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"}
+    layer = "transformer.h.{layer}"
+    last_norm = "transformer.ln_f"
+    norm_bias = True
+    constants = {"attention_scale": 1.0, "padding_idx": None}
+    told = {"branch_dropout": "resid_dropout", "embedding_dropout": "embed_dropout"}
+    parts = around("ln_1", "ln_2")
+    attention_rows = {
+        "hf": "attn.attention.{q,k,v}_proj",
+        "out": "attn.attention.out_proj",
+        "here": QKV_EACH,
+        "out_bias": True,
     }
-    layer: ClassVar[str] = "transformer.h.{layer}"
-    last_norm: ClassVar[str] = "transformer.ln_f"
-    norm_bias: ClassVar[bool] = True
-    constants: ClassVar[Mapping[str, Any]] = {"attention_scale": 1.0, "padding_idx": None}
-    told: ClassVar[Mapping[str, str]] = {"branch_dropout": "resid_dropout", "embedding_dropout": "embed_dropout"}
-    parts: ClassVar[Mapping[str, str]] = around("ln_1", "ln_2")
+    network_rows = ("mlp.c_fc", "mlp.c_proj")
+    mlp_bias = True
+    gated_network = False
 
     hidden_act: str = "gelu_new"
     layer_norm_epsilon: float = 1e-5
@@ -56,13 +57,6 @@ class GptNeoConfig(LearnedPositionsConfig):
     @property
     def anatomy(self) -> Anatomy:
         return self.anatomy_of(layers=by_kind([_KINDS[kind] for kind in self.attention_layers], self.window_size))
-
-    def mixer(self, t: Table) -> Rows:
-        hf, out = "attn.attention.{q,k,v}_proj", "attn.attention.out_proj"
-        return t.attention(hf=hf, out=out, here=QKV_EACH, out_bias=True)
-
-    def network(self, t: Table) -> Rows:
-        return t.plain_mlp("mlp.c_fc", "mlp.c_proj", bias=True)
 
     def problems(self) -> list[str]:
         found = super().problems() + positive(self, "window_size")
@@ -100,7 +94,7 @@ def _types(kinds: list[str]) -> list[Any]:
     return [[[kind], 1] for kind in kinds] if every == layers else [[kinds[:every], layers // every]]
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "gpt_neo-tiny": shape(64, 256, 4, 4)
     | {"vocab_size": 512, "max_position_embeddings": 512, "attention_types": [[["global", "local"], 2]]},
     "gpt-neo-125m": shape(768, 3072, 12, 12)

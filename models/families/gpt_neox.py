@@ -2,45 +2,42 @@
 side, each behind a LayerNorm of its own; heads of which a quarter turns, whose queries, keys and values stand together
 on disk."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.presets import shape
 from megacore.models.rope_config import Convention
-from megacore.models.weight_rows import BRANCHES, NORMS, QKV_BY_HEAD, QKV_EACH, Rows, Table
+from megacore.models.weight_rows import BRANCHES, BY_HEAD, NORMS
 
 
 @dataclass(frozen=True, kw_only=True)
 class GptNeoxConfig(DecoderConfig):
-    family: ClassVar[str] = "gpt_neox"
-    architecture: ClassVar[str] = "GPTNeoXForCausalLM"
-    eps: ClassVar[str] = "layer_norm_eps"
-    base_model_prefix: ClassVar[str] = "gpt_neox"
-    tied: ClassVar[tuple[str, str]] = ("gpt_neox.embed_in.weight", "embed_out.weight")
-    harmless: ClassVar[frozenset[str]] = frozenset(
-        {"attention_probs_dropout_prob", "classifier_dropout", "hidden_dropout_prob"}
-    )
+    family = "gpt_neox"
+    architecture = "GPTNeoXForCausalLM"
+    eps = "layer_norm_eps"
+    base_model_prefix = "gpt_neox"
+    tied = ("gpt_neox.embed_in.weight", "embed_out.weight")
+    harmless = frozenset({"attention_probs_dropout_prob", "classifier_dropout", "hidden_dropout_prob"})
     # The causal mask and its fill value, and rotary frequencies.
-    ignored: ClassVar[tuple[str, ...]] = tuple(
+    ignored = tuple(
         f"gpt_neox.layers.{{layer}}.attention.{name}" for name in ("bias", "masked_bias", "rotary_emb.inv_freq")
     )
-    derived: ClassVar[frozenset[str]] = frozenset({"head_dim", "num_key_value_heads"})
-    rope_convention: ClassVar[Convention] = Convention(
-        partial_rotary_factor=0.25, theta_key="rotary_emb_base", partial_key="rotary_pct"
-    )
-    layer: ClassVar[str] = "gpt_neox.layers.{layer}"
-    last_norm: ClassVar[str] = "gpt_neox.final_layer_norm"
-    norm_bias: ClassVar[bool] = True
-    constants: ClassVar[Mapping[str, Any]] = {"norm": "layer", "padding_idx": None}
-    told: ClassVar[Mapping[str, str]] = {
+    derived = frozenset({"head_dim", "num_key_value_heads"})
+    rope_convention = Convention(partial_rotary_factor=0.25, theta_key="rotary_emb_base", partial_key="rotary_pct")
+    layer = "gpt_neox.layers.{layer}"
+    last_norm = "gpt_neox.final_layer_norm"
+    norm_bias = True
+    constants = {"norm": "layer", "padding_idx": None}
+    told = {
         "parallel": "use_parallel_residual",
         **dict.fromkeys(("branch_dropout", "embedding_dropout"), "hidden_dropout"),
     }
-    parts: ClassVar[Mapping[str, str]] = NORMS | BRANCHES
+    parts = NORMS | BRANCHES
+    attention_rows = {"hf": "attention.query_key_value", "out": "attention.dense"} | BY_HEAD
+    network_rows = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+    mlp_bias = True
+    gated_network = False
 
     hidden_act: str = "gelu"
     layer_norm_eps: float = 1e-5
@@ -48,19 +45,12 @@ class GptNeoxConfig(DecoderConfig):
     use_parallel_residual: bool = True
     attention_bias: bool = True
 
-    def mixer(self, t: Table) -> Rows:
-        hf, out, bias = "attention.query_key_value", "attention.dense", self.attention_bias
-        return t.attention(hf=hf, out=out, here=QKV_EACH, stored=QKV_BY_HEAD, bias=bias, out_bias=bias)
-
-    def network(self, t: Table) -> Rows:
-        return t.plain_mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", bias=True)
-
 
 def _pythia(vocab: int, hidden: int, layers: int, heads: int) -> dict[str, Any]:
     return {"vocab_size": vocab, "max_position_embeddings": 2048} | shape(hidden, 4 * hidden, layers, heads)
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "gpt_neox-tiny": _pythia(512, 64, 4, 4) | {"max_position_embeddings": 512},
     "pythia-70m": _pythia(50304, 512, 6, 8),
     "pythia-160m": _pythia(50304, 768, 12, 12),

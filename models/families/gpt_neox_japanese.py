@@ -1,10 +1,7 @@
 """GPT-NeoX Japanese (ABEJA 2022): GPT-NeoX with one branch after the other and one bias, of the last attention."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.presets import shape
@@ -15,20 +12,22 @@ from megacore.parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class GptNeoxJapaneseConfig(DecoderConfig):
-    family: ClassVar[str] = "gpt_neox_japanese"
-    architecture: ClassVar[str] = "GPTNeoXJapaneseForCausalLM"
-    eps: ClassVar[str] = "layer_norm_eps"
-    base_model_prefix: ClassVar[str] = "gpt_neox_japanese"
-    tied: ClassVar[tuple[str, str]] = ("gpt_neox_japanese.embed_in.weight", "embed_out.weight")
-    derived: ClassVar[frozenset[str]] = frozenset({"head_dim", "intermediate_size", "num_key_value_heads"})
-    rope_convention: ClassVar[Convention] = Convention(
+    family = "gpt_neox_japanese"
+    architecture = "GPTNeoXJapaneseForCausalLM"
+    eps = "layer_norm_eps"
+    base_model_prefix = "gpt_neox_japanese"
+    tied = ("gpt_neox_japanese.embed_in.weight", "embed_out.weight")
+    derived = frozenset({"head_dim", "intermediate_size", "num_key_value_heads"})
+    rope_convention = Convention(
         partial_rotary_factor=1.0, theta_key="rotary_emb_base", partial_key="rotary_pct", pairs=True
     )
-    layer: ClassVar[str] = "gpt_neox_japanese.layers.{layer}"
-    last_norm: ClassVar[str] = "gpt_neox_japanese.final_layer_norm"
-    norm_bias: ClassVar[bool] = True
-    constants: ClassVar[Mapping[str, Any]] = {"norm": "layer", "padding_idx": None}
-    told: ClassVar[Mapping[str, str]] = {"branch_dropout": "hidden_dropout"}
+    layer = "gpt_neox_japanese.layers.{layer}"
+    last_norm = "gpt_neox_japanese.final_layer_norm"
+    norm_bias = True
+    constants = {"norm": "layer", "padding_idx": None}
+    told = {"branch_dropout": "hidden_dropout"}
+    network_rows = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+    gated_network = False
 
     hidden_act: str = "gelu"
     layer_norm_eps: float = 1e-5
@@ -42,9 +41,6 @@ class GptNeoxJapaneseConfig(DecoderConfig):
         bias = Param("layers.{layer}.attn.out.bias", "embed", f"{self.layer}.{name}_bias", layers=last)
         return *t.attention(hf="attention.query_key_value", out=name, here=QKV_EACH, stored=QKV_BY_HEAD), bias
 
-    def network(self, t: Table) -> Rows:
-        return t.plain_mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
-
     @classmethod
     def _derive(cls, values: dict[str, Any]) -> list[str]:
         hidden, times = values.get("hidden_size"), values.get("intermediate_multiple_size", 4)
@@ -57,7 +53,7 @@ def _shape(vocab: int, hidden: int, layers: int, heads: int, positions: int) -> 
     return {"vocab_size": vocab, "max_position_embeddings": positions} | sizes
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "gpt_neox_japanese-tiny": _shape(512, 64, 4, 4, 512),
     "gpt-neox-japanese-2.7b": _shape(32000, 2560, 32, 32, 2048),
 }

@@ -1,14 +1,10 @@
 """gpt-oss (arXiv 2508.10925): experts with biases and a clamped gate, sinks, every other layer a window."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.experts_config import MoEConfig
 from megacore.models.layer_types import WindowedConfig
-from megacore.models.presets import shape, yarn
+from megacore.models.presets import shape, tiny, yarn
 from megacore.models.rope_config import Convention
 from megacore.models.weight_rows import Rows, Table
 
@@ -17,19 +13,16 @@ _YARN = yarn(32.0, 4096, beta_fast=32.0, beta_slow=1.0, truncate=False)
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssConfig(MoEConfig, WindowedConfig):
-    family: ClassVar[str] = "gpt_oss"
-    architecture: ClassVar[str] = "GptOssForCausalLM"
-    fixed: ClassVar[Mapping[str, Any]] = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
-    harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | {"initial_context_length"}
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "head_dim": 64}
-    spellings: ClassVar[Mapping[str, str]] = {
-        "experts_per_token": "num_experts_per_tok",
-        "num_experts": "num_local_experts",
-    }
-    rope_convention: ClassVar[Convention] = Convention(rope_theta=150000.0, parameters=_YARN)
-    axes: ClassVar[Mapping[str, str]] = {**MoEConfig.axes, "experts": "num_local_experts"}
-    rule: ClassVar[Mapping[str, Any]] = {"weigh": "chosen"}
-    constants: ClassVar[Mapping[str, Any]] = {"activation": "swiglu_oai"}
+    family = "gpt_oss"
+    architecture = "GptOssForCausalLM"
+    fixed = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+    harmless = MoEConfig.harmless | {"initial_context_length"}
+    defaults = {"num_key_value_heads": 8, "head_dim": 64}
+    spellings = {"experts_per_token": "num_experts_per_tok", "num_experts": "num_local_experts"}
+    rope_convention = Convention(rope_theta=150000.0, parameters=_YARN)
+    axes = {**MoEConfig.axes, "experts": "num_local_experts"}
+    rule = {"weigh": "chosen"}
+    constants = {"activation": "swiglu_oai"}
 
     rms_norm_eps: float = 1e-5
     attention_bias: bool = True
@@ -50,10 +43,8 @@ class GptOssConfig(MoEConfig, WindowedConfig):
 
 _EACH = {"vocab_size": 201088, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072}
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "gpt_oss-tiny": _EACH
-    | shape(64, 64, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 8, "sliding_window": 32},
+PRESETS = {
+    "gpt_oss-tiny": tiny(64, max_position_embeddings=131072, head_dim=16, num_local_experts=8, sliding_window=32),
     "gpt-oss-20b": _EACH | shape(2880, 2880, 24, 64) | {"num_local_experts": 32},
     "gpt-oss-120b": _EACH | shape(2880, 2880, 36, 64),
 }

@@ -1,11 +1,8 @@
 """GPT-J (Wang and Komatsuzaki 2021): branches side by side behind one LayerNorm, heads of which the first dimensions
 turn, in pairs on disk, and a head with a bias."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
 
 from megacore.models.anatomy import ROPE, Anatomy, LayerAttention
 from megacore.models.families.gpt2 import Gpt2Config
@@ -16,9 +13,9 @@ from megacore.parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class GptjConfig(Gpt2Config):
-    family: ClassVar[str] = "gptj"
-    architecture: ClassVar[str] = "GPTJForCausalLM"
-    fixed: ClassVar[Mapping[str, Any]] = {"rotary": True, "scale_attn_weights": True}
+    family = "gptj"
+    architecture = "GPTJForCausalLM"
+    fixed = {"rotary": True, "scale_attn_weights": True}
 
     n_positions: int = 2048
     rotary_dim: int = 64
@@ -69,7 +66,7 @@ class GptjConfig(Gpt2Config):
         return found
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "gptj-tiny": {"vocab_size": 512, "n_positions": 512, "n_embd": 64, "n_layer": 4, "n_head": 4, "rotary_dim": 8},
     "gpt-j-6b": {"vocab_size": 50400, "n_positions": 2048, "n_embd": 4096, "n_layer": 28, "n_head": 16},
 }

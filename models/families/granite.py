@@ -1,7 +1,5 @@
 """Granite 3 (Granite Team, IBM 2024): LLaMA with four multipliers (Yang et al. 2022, arXiv 2203.03466)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,17 +8,18 @@ from megacore.models.anatomy import Anatomy
 from megacore.models.config import above_zero
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.families.llama import LlamaConfig
-from megacore.models.presets import shape
+from megacore.models.presets import shape, tiny
 
 
 @dataclass(frozen=True, kw_only=True)
 class Multipliers(DecoderConfig):
+    """The multipliers of embeddings, scores, branches and logits. Fields carry their Hugging Face names."""
+
     told: ClassVar[Mapping[str, str]] = {
         "embedding_scale": "embedding_multiplier",
         "attention_scale": "attention_multiplier",
         "branch_scale": "residual_multiplier",
     }
-    """The multipliers of embeddings, scores, branches and logits. Fields carry their Hugging Face names."""
 
     embedding_multiplier: float = 1.0
     attention_multiplier: float = 1.0
@@ -37,8 +36,8 @@ class Multipliers(DecoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteConfig(Multipliers, LlamaConfig):
-    family: ClassVar[str] = "granite"
-    architecture: ClassVar[str] = "GraniteForCausalLM"
+    family = "granite"
+    architecture = "GraniteForCausalLM"
 
 
 GRANITE3 = {
@@ -51,11 +50,8 @@ GRANITE3 = {
     "residual_multiplier": 0.22,
 }
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "granite-tiny": shape(64, 176, 4, 4)
-    | GRANITE3
-    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    | {"attention_multiplier": 0.0625, "logits_scaling": 8.0},
+PRESETS = {
+    "granite-tiny": GRANITE3 | tiny(attention_multiplier=0.0625, logits_scaling=8.0),
     "granite-3.0-2b": shape(2048, 8192, 40, 32) | GRANITE3 | {"attention_multiplier": 0.015625, "logits_scaling": 8.0},
     "granite-3.0-8b": shape(4096, 12800, 40, 32)
     | GRANITE3

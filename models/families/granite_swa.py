@@ -1,17 +1,13 @@
 """Granite Swash (IBM 2026): Granite with windows, a sink of each head, and a rope for each layer, or none."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import ROPE, SLIDING, Anatomy, LayerAttention
 from megacore.models.families.granite import GraniteConfig, Multipliers
 from megacore.models.layer_types import WindowedConfig
 from megacore.models.presets import tiny
 from megacore.models.weight_rows import Rows, Table
-from megacore.parallel import limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +19,7 @@ class SwashConfig(Multipliers, WindowedConfig):
     layer_rope_theta: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.layer_rope_theta is None and self.num_hidden_layers <= limits.LAYERS:
-            thetas = (self.rope_parameters.rope_theta,) * self.num_hidden_layers
-            object.__setattr__(self, "layer_rope_theta", thetas)
+        self.fill_in("layer_rope_theta", lambda layer: self.rope_parameters.rope_theta)
         super().__post_init__()
 
     @property
@@ -57,14 +51,14 @@ class SwashConfig(Multipliers, WindowedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteSWAConfig(SwashConfig, GraniteConfig):
-    family: ClassVar[str] = "granite_swa"
-    architecture: ClassVar[str] = "GraniteSWAForCausalLM"
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4}
+    family = "granite_swa"
+    architecture = "GraniteSWAForCausalLM"
+    defaults = {"num_key_value_heads": 4}
 
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = True
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "granite_swa-tiny": tiny(sliding_window=32, attention_multiplier=0.0625, layer_rope_theta=[0, 1e4, 1e4, 1e4])
 }

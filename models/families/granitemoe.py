@@ -1,14 +1,12 @@
 """Granite 3 with experts (Granite Team, IBM 2024): Granite's multipliers, experts stored as one tensor a layer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.experts_config import MoEConfig
 from megacore.models.families.granite import GRANITE3, Multipliers
-from megacore.models.presets import shape
+from megacore.models.presets import shape, tiny
 from megacore.models.weight_rows import Rows, Table
 
 STACKED: Mapping[str, Any] = {
@@ -24,10 +22,10 @@ SHARED: Mapping[str, Any] = {"hf": "shared_mlp", "up": "input_linear", "down": "
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteMoeConfig(MoEConfig, Multipliers):
-    family: ClassVar[str] = "granitemoe"
-    architecture: ClassVar[str] = "GraniteMoeForCausalLM"
-    axes: ClassVar[Mapping[str, str]] = {**MoEConfig.axes, "experts": "num_local_experts"}
-    rule: ClassVar[Mapping[str, Any]] = {"weigh": "chosen"}
+    family = "granitemoe"
+    architecture = "GraniteMoeForCausalLM"
+    axes = {**MoEConfig.axes, "experts": "num_local_experts"}
+    rule = {"weigh": "chosen"}
 
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
@@ -40,10 +38,8 @@ class GraniteMoeConfig(MoEConfig, Multipliers):
 
 _EACH = GRANITE3 | {"rms_norm_eps": 1e-6, "attention_multiplier": 0.015625, "logits_scaling": 6.0}
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "granitemoe-tiny": _EACH
-    | shape(64, 32, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512, "attention_multiplier": 0.0625},
+PRESETS = {
+    "granitemoe-tiny": _EACH | tiny(32, attention_multiplier=0.0625),
     "granite-3.0-1b-a400m": _EACH | shape(1024, 512, 24, 16) | {"num_local_experts": 32, "num_experts_per_tok": 8},
     "granite-3.0-3b-a800m": _EACH | shape(1536, 512, 32, 24) | {"num_local_experts": 40, "num_experts_per_tok": 8},
 }

@@ -1,10 +1,6 @@
 """Granite Swash with experts (IBM 2026): its attention before the experts of Granite 4's preview."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.families.granite_swa import SwashConfig
 from megacore.models.families.granitemoeshared import GraniteMoeSharedConfig
@@ -14,14 +10,12 @@ from megacore.models.weight_rows import Rows, Table
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteMoeSWAConfig(SwashConfig, GraniteMoeSharedConfig):
-    family: ClassVar[str] = "granitemoe_swa"
-    architecture: ClassVar[str] = "GraniteMoeSWAForCausalLM"
+    family = "granitemoe_swa"
+    architecture = "GraniteMoeSWAForCausalLM"
 
     def experts(self, t: Table) -> Rows:
         router = t.linear("mlp.router", "routes", "embed", "block_sparse_moe.router")
         return router + t.stacked_experts(hf="block_sparse_moe.experts", outputs_first=True) + self.shared(t)
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "granitemoe_swa-tiny": tiny(32, sliding_window=32, attention_multiplier=0.0625)
-}
+PRESETS = {"granitemoe_swa-tiny": tiny(32, sliding_window=32, attention_multiplier=0.0625)}

@@ -1,17 +1,15 @@
 """Granite 4 (Granite Team, IBM 2025): state spaces (Mamba-2) and attention, Granite's multipliers, experts or none."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import FULL, LINEAR, ROPE, Anatomy, LayerAttention
 from megacore.models.config import positive
 from megacore.models.experts_config import MoEConfig
 from megacore.models.families.granite import Multipliers
 from megacore.models.families.granitemoe import SHARED, STACKED
-from megacore.models.presets import shape
+from megacore.models.presets import shape, tiny
 from megacore.models.ssm_config import StateSpaceConfig
 from megacore.models.weight_rows import Rows, Table
 from megacore.parallel.routing import Routing
@@ -19,14 +17,12 @@ from megacore.parallel.routing import Routing
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteMoeHybridConfig(StateSpaceConfig, Multipliers):
-    family: ClassVar[str] = "granitemoehybrid"
-    architecture: ClassVar[str] = "GraniteMoeHybridForCausalLM"
-    harmless: ClassVar[frozenset[str]] = (
-        StateSpaceConfig.harmless | MoEConfig.harmless | {"init_method", "normalization_function"}
-    )
-    spellings: ClassVar[Mapping[str, str]] = {"layers_block_type": "layer_types"}
+    family = "granitemoehybrid"
+    architecture = "GraniteMoeHybridForCausalLM"
+    harmless = StateSpaceConfig.harmless | MoEConfig.harmless | {"init_method", "normalization_function"}
+    spellings = {"layers_block_type": "layer_types"}
     # Without experts what all tokens go to is the only network.
-    axes: ClassVar[Mapping[str, str]] = {**StateSpaceConfig.axes, "mlp": "shared_intermediate_size"}
+    axes = {**StateSpaceConfig.axes, "mlp": "shared_intermediate_size"}
 
     rms_norm_eps: float = 1e-6
     num_local_experts: int = 8
@@ -77,15 +73,12 @@ _EACH = {
 }
 _DENSE = {"num_local_experts": 0, "attention_multiplier": 0.015625, "shared_intermediate_size": 8192}
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "granitemoehybrid-tiny": shape(64, 32, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512, "shared_intermediate_size": 64}
-    | {"mamba_n_heads": 8, "mamba_d_state": 16, "attention_multiplier": 0.0625}
-    | {"layer_types": [LINEAR, FULL, LINEAR, LINEAR]},
+PRESETS = {
+    "granitemoehybrid-tiny": tiny(32, shared_intermediate_size=64, mamba_n_heads=8, mamba_d_state=16)
+    | {"attention_multiplier": 0.0625, "layer_types": [LINEAR, FULL, LINEAR, LINEAR]},
     "granite-4.0-h-micro": _EACH
     | _DENSE
-    | shape(2048, 8192, 40, 32)
-    | {"num_key_value_heads": 8, "mamba_n_heads": 64, "logits_scaling": 8.0},
+    | shape(2048, 8192, 40, 32, num_key_value_heads=8, mamba_n_heads=64, logits_scaling=8.0),
     "granite-4.0-micro": _EACH
     | _DENSE
     | shape(2560, 8192, 40, 40)

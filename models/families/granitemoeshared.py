@@ -1,10 +1,7 @@
 """Granite 4's preview (Granite Team, IBM 2025): Granite's experts, and a shared one beside them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.families.granitemoe import SHARED, GraniteMoeConfig
 from megacore.models.presets import tiny
@@ -13,8 +10,8 @@ from megacore.models.weight_rows import Rows, Table
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteMoeSharedConfig(GraniteMoeConfig):
-    family: ClassVar[str] = "granitemoeshared"
-    architecture: ClassVar[str] = "GraniteMoeSharedForCausalLM"
+    family = "granitemoeshared"
+    architecture = "GraniteMoeSharedForCausalLM"
 
     shared_intermediate_size: int = 0
 
@@ -40,6 +37,4 @@ class GraniteMoeSharedConfig(GraniteMoeConfig):
         )
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "granitemoeshared-tiny": tiny(32, shared_intermediate_size=64, attention_multiplier=0.0625)
-}
+PRESETS = {"granitemoeshared-tiny": tiny(32, shared_intermediate_size=64, attention_multiplier=0.0625)}

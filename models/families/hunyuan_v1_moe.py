@@ -1,10 +1,7 @@
 """Hunyuan A13B (Tencent 2025): Hunyuan with experts, beside one that every token goes to."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.experts_config import MoEConfig
@@ -15,18 +12,18 @@ from megacore.models.weight_rows import Rows, Table
 
 @dataclass(frozen=True, kw_only=True)
 class HunYuanMoEV1Config(MoEConfig, HunYuanDenseV1Config):
-    family: ClassVar[str] = "hunyuan_v1_moe"
-    architecture: ClassVar[str] = "HunYuanMoEV1ForCausalLM"
-    harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | HunYuanDenseV1Config.harmless
-    saved: ClassVar[Mapping[str, str]] = {"num_experts_per_tok": "moe_topk"}
-    spellings: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
-    axes: ClassVar[Mapping[str, str]] = {
+    family = "hunyuan_v1_moe"
+    architecture = "HunYuanMoEV1ForCausalLM"
+    harmless = MoEConfig.harmless | HunYuanDenseV1Config.harmless
+    saved = {"num_experts_per_tok": "moe_topk"}
+    spellings = {"num_local_experts": "num_experts"}
+    axes = {
         **DecoderConfig.axes,
         "experts": "num_experts",
         "expert_mlp": "intermediate_size",
         "shared_mlp": "intermediate_size",
     }
-    rule: ClassVar[Mapping[str, Any]] = {"normalised": True}
+    rule = {"normalised": True}
 
     pad_token_id: int | None = 0
     num_experts: int = 1
@@ -44,7 +41,7 @@ class HunYuanMoEV1Config(MoEConfig, HunYuanDenseV1Config):
         return super()._derive(values)
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "hunyuan_v1_moe-tiny": tiny(32, num_experts=16, moe_topk=4),
     "hunyuan-a13b": shape(4096, 3072, 32, 32)
     | {"vocab_size": 128167, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 32768}

@@ -1,10 +1,6 @@
 """Hy3 (Tencent 2026): norms of each head, and experts chosen by sigmoids that a correction balances."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.experts_config import NamedLayersConfig, SharedExpertConfig
 from megacore.models.presets import tiny
@@ -14,20 +10,21 @@ from megacore.models.weight_rows import Rows, Table
 
 @dataclass(frozen=True, kw_only=True)
 class HYV3Config(NamedLayersConfig, SharedExpertConfig):
-    family: ClassVar[str] = "hy_v3"
-    architecture: ClassVar[str] = "HYV3ForCausalLM"
+    family = "hy_v3"
+    architecture = "HYV3ForCausalLM"
     # In what precision the shared expert is added.
-    harmless: ClassVar[frozenset[str]] = SharedExpertConfig.harmless | {"enable_moe_fp32_combine"}
-    fixed: ClassVar[Mapping[str, Any]] = {"mlp_bias": False, "first_k_dense_replace": 1}
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "head_dim": 128}
-    saved: ClassVar[Mapping[str, str]] = {
+    harmless = SharedExpertConfig.harmless | {"enable_moe_fp32_combine"}
+    fixed = {"mlp_bias": False, "first_k_dense_replace": 1}
+    defaults = {"num_key_value_heads": 8, "head_dim": 128}
+    saved = {
         "n_routed_experts": "num_experts",
         "n_shared_experts": "num_shared_experts",
         "routed_scaling_factor": "router_scaling_factor",
     }
-    spellings: ClassVar[Mapping[str, str]] = {"num_local_experts": "n_routed_experts"}
-    rope_convention: ClassVar[Convention] = Convention(rope_theta=11158840.0)
-    rule: ClassVar[Mapping[str, Any]] = {"score": "sigmoid", "normalised": True, "epsilon": 1e-20}
+    spellings = {"num_local_experts": "n_routed_experts"}
+    rope_convention = Convention(rope_theta=11158840.0)
+    rule = {"score": "sigmoid", "normalised": True, "epsilon": 1e-20}
+    head_norms = {}
 
     rms_norm_eps: float = 1e-5
     initializer_range: float = 0.006
@@ -43,14 +40,9 @@ class HYV3Config(NamedLayersConfig, SharedExpertConfig):
     def leading(self) -> int:
         return 1
 
-    def mixer(self, t: Table) -> Rows:
-        return super().mixer(t) + t.norms_of_heads()
-
     def experts(self, t: Table) -> Rows:
         experts = t.experts(router="mlp.router.gate", correction="mlp.expert_bias")
         return experts + t.shared_expert("mlp.shared_mlp")
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "hy_v3-tiny": tiny(96, head_dim=16, moe_intermediate_size=32, num_experts=16, num_experts_per_tok=4)
-}
+PRESETS = {"hy_v3-tiny": tiny(96, head_dim=16, moe_intermediate_size=32, num_experts=16, num_experts_per_tok=4)}

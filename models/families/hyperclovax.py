@@ -1,10 +1,7 @@
 """HyperCLOVA X SEED Think 14B (NAVER 2025): Granite's multipliers, and norms of what branches give."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import Anatomy
 from megacore.models.families.granite import GraniteConfig
@@ -15,11 +12,9 @@ from megacore.parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class HyperCLOVAXConfig(GraniteConfig):
-    family: ClassVar[str] = "hyperclovax"
-    architecture: ClassVar[str] = "HyperCLOVAXForCausalLM"
-    parts: ClassVar[Mapping[str, str]] = around(
-        "input_layernorm", "post_attention_layernorm", "post_norm1", "post_norm2"
-    )
+    family = "hyperclovax"
+    architecture = "HyperCLOVAXForCausalLM"
+    parts = around("input_layernorm", "post_attention_layernorm", "post_norm1", "post_norm2")
 
     use_post_norm: bool = True
 
@@ -38,4 +33,4 @@ class HyperCLOVAXConfig(GraniteConfig):
         return found
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {"hyperclovax-tiny": tiny(logits_scaling=0.125)}
+PRESETS = {"hyperclovax-tiny": tiny(logits_scaling=0.125)}

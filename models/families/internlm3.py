@@ -1,10 +1,6 @@
 """InternLM3 8B (InternLM Team 2025): LLaMA, whose class transformers takes, with one field for all biases."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.families.llama import LlamaConfig
 from megacore.models.presets import shape, tiny
@@ -12,10 +8,10 @@ from megacore.models.presets import shape, tiny
 
 @dataclass(frozen=True, kw_only=True)
 class InternLM3Config(LlamaConfig):
-    family: ClassVar[str] = "internlm3"
-    harmless: ClassVar[frozenset[str]] = frozenset({"pretraining_tp"})
-    spellings: ClassVar[Mapping[str, str]] = {"qkv_bias": "attention_bias", "bias": "mlp_bias"}
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2, "head_dim": 128}
+    family = "internlm3"
+    harmless = frozenset({"pretraining_tp"})
+    spellings = {"qkv_bias": "attention_bias", "bias": "mlp_bias"}
+    defaults = {"num_key_value_heads": 2, "head_dim": 128}
 
     rms_norm_eps: float = 1e-5
     pad_token_id: int | None = 2
@@ -29,7 +25,7 @@ class InternLM3Config(LlamaConfig):
         return found
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "internlm3-tiny": tiny(head_dim=16),
     "internlm3-8b": shape(4096, 10240, 48, 32)
     | {"vocab_size": 128512, "max_position_embeddings": 32768}

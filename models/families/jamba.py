@@ -1,10 +1,8 @@
 """Jamba (AI21 2024, arXiv 2403.19887): state spaces of channels (Mamba), attention without positions, and experts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import Anatomy
 from megacore.models.config import positive
@@ -18,22 +16,22 @@ from megacore.parallel.routing import Routing
 
 @dataclass(frozen=True, kw_only=True)
 class JambaConfig(SelectiveScanConfig, NoRopeConfig):
-    family: ClassVar[str] = "jamba"
-    architecture: ClassVar[str] = "JambaForCausalLM"
-    derived: ClassVar[frozenset[str]] = frozenset({"head_dim", "layer_types", "rope_parameters"})
-    harmless: ClassVar[frozenset[str]] = (
+    family = "jamba"
+    architecture = "JambaForCausalLM"
+    derived = frozenset({"head_dim", "layer_types", "rope_parameters"})
+    harmless = (
         SelectiveScanConfig.harmless
         | MoEConfig.harmless
         | {"calc_logits_for_entire_prompt", "n_ctx", "use_mamba_kernels"}
     )
-    fixed: ClassVar[Mapping[str, Any]] = {"mamba_inner_layernorms": True, "sliding_window": None}
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
-    spellings: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
-    last_norm: ClassVar[str] = "model.final_layernorm"
-    parts: ClassVar[Mapping[str, str]] = around("input_layernorm", "pre_ff_layernorm")
-    inner_norms: ClassVar[str] = "{}_layernorm"
-    constants: ClassVar[Mapping[str, Any]] = {"norm": "rms"}
-    told: ClassVar[Mapping[str, str]] = {"latent_norm_eps": "rms_norm_eps"}
+    fixed = {"mamba_inner_layernorms": True, "sliding_window": None}
+    defaults = {"num_key_value_heads": 8}
+    spellings = {"num_local_experts": "num_experts"}
+    last_norm = "model.final_layernorm"
+    parts = around("input_layernorm", "pre_ff_layernorm")
+    inner_norms = "{}_layernorm"
+    constants = {"norm": "rms"}
+    told = {"latent_norm_eps": "rms_norm_eps"}
 
     rms_norm_eps: float = 1e-6
     pad_token_id: int | None = 0
@@ -89,7 +87,7 @@ class JambaConfig(SelectiveScanConfig, NoRopeConfig):
 
 _EACH = {"vocab_size": 65536, "num_key_value_heads": 8}
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "jamba-tiny": tiny(64, attn_layer_period=2, attn_layer_offset=1, num_experts=4, expert_layer_offset=0),
     "jamba-1.5-mini": _EACH | shape(4096, 14336, 32, 32),
     "jamba-1.5-large": _EACH | shape(8192, 24576, 72, 64),

@@ -1,11 +1,9 @@
 """Kimi Linear (Kimi Team 2025, arXiv 2510.26692): the gated delta rule with a gate for each channel in three layers of
 four, latent attention without a rope in the fourth, and experts that are chosen as DeepSeek-V3's."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import FULL, LINEAR
 from megacore.models.config import Shapes
@@ -30,21 +28,21 @@ _LAYERS = f"{_TABLE}.full_attn_layers", f"{_TABLE}.kda_layers"
 
 @dataclass(frozen=True, kw_only=True)
 class KimiLinearConfig(NoRopeConfig, HybridConfig, LatentConfig, TypedLayersConfig):
-    family: ClassVar[str] = "kimi_linear"
-    architecture: ClassVar[str] = "KimiLinearForCausalLM"
-    by_tensors: ClassVar[frozenset[str]] = frozenset({"dense_name"})
-    reads: ClassVar[frozenset[str]] = frozenset({_TABLE})
-    other: ClassVar[str] = LINEAR
+    family = "kimi_linear"
+    architecture = "KimiLinearForCausalLM"
+    by_tensors = frozenset({"dense_name"})
+    reads = frozenset({_TABLE})
+    other = LINEAR
     # What the class computes, and the name of networks of layers without experts, which a folder's tensors tell.
-    derived: ClassVar[frozenset[str]] = LatentConfig.derived | {"rope_parameters", "dense_name"}
-    harmless: ClassVar[frozenset[str]] = TypedLayersConfig.harmless | {"pretraining_tp", "rope_scaling", "rope_theta"}
-    fixed: ClassVar[Mapping[str, Any]] = {
+    derived = LatentConfig.derived | {"rope_parameters", "dense_name"}
+    harmless = TypedLayersConfig.harmless | {"pretraining_tp", "rope_scaling", "rope_theta"}
+    fixed = {
         "mla_use_nope": True,
         "moe_layer_freq": 1,
         "moe_router_activation_func": "sigmoid",
         "use_grouped_topk": True,
     }
-    saved: ClassVar[Mapping[str, str]] = {
+    saved = {
         "max_position_embeddings": "model_max_length",
         "n_group": "num_expert_group",
         "n_routed_experts": "num_experts",
@@ -52,8 +50,8 @@ class KimiLinearConfig(NoRopeConfig, HybridConfig, LatentConfig, TypedLayersConf
         "norm_topk_prob": "moe_renormalize",
         "num_experts_per_tok": "num_experts_per_token",
     }
-    spellings: ClassVar[Mapping[str, str]] = {**_SIZES, "num_local_experts": "n_routed_experts"}
-    axes: ClassVar[Mapping[str, str]] = {
+    spellings = {**_SIZES, "num_local_experts": "n_routed_experts"}
+    axes = {
         **LatentConfig.axes,
         **TypedLayersConfig.axes,
         "head": "qk_head_dim",
@@ -61,8 +59,8 @@ class KimiLinearConfig(NoRopeConfig, HybridConfig, LatentConfig, TypedLayersConf
         **dict.fromkeys(("state_key", "state_value", "state_latent"), "linear_head_dim"),
         "taps": "linear_conv_kernel_dim",
     }
-    correction: ClassVar[str] = f"{_MOE}.gate.e_score_correction_bias"
-    constants: ClassVar[Mapping[str, Any]] = {"norm": "rms", "delta_gate": "sigmoid"}
+    correction = f"{_MOE}.gate.e_score_correction_bias"
+    constants = {"norm": "rms", "delta_gate": "sigmoid"}
 
     pad_token_id: int | None = 163839
     rms_norm_eps: float = 1e-5
@@ -144,7 +142,7 @@ class KimiLinearConfig(NoRopeConfig, HybridConfig, LatentConfig, TypedLayersConf
         return values, problems
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "kimi_linear-tiny": tiny_latent(96, moe_intermediate_size=32, num_experts=16, num_experts_per_token=4)
     | {"q_lora_rank": None, "linear_head_dim": 16, "linear_num_heads": 4, "pad_token_id": None, "num_hidden_layers": 5},
     "kimi-linear-48b-a3b": shape(2304, 9216, 27, 32)

@@ -1,16 +1,14 @@
 """Laguna (Poolside 2026): experts, windows, and as many heads in each layer as a list says; outputs are weighed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import FULL, SLIDING
 from megacore.models.experts_config import MoEConfig, NamedLayersConfig
 from megacore.models.local_rope import LocalRopeConfig
 from megacore.models.presets import tiny
-from megacore.models.rope_config import Convention, Kinds
+from megacore.models.rope_config import Convention
 from megacore.models.weight_rows import Rows, Table, in_layers
 from megacore.parallel import limits
 from megacore.parallel.routing import Routing
@@ -22,26 +20,22 @@ _GATES = {True: "", "per-head": "", "per-element": " head"}
 class LagunaConfig(NamedLayersConfig, LocalRopeConfig):
     """The list may say two numbers: that of ``num_attention_heads``, and another one."""
 
-    family: ClassVar[str] = "laguna"
-    architecture: ClassVar[str] = "LagunaForCausalLM"
-    fixed: ClassVar[Mapping[str, Any]] = {
-        "attention_bias": False,
-        "moe_apply_router_weight_on_input": False,
-        "moe_router_logit_softcapping": 0.0,
-    }
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "head_dim": 128}
-    axes: ClassVar[Mapping[str, str]] = {
+    family = "laguna"
+    architecture = "LagunaForCausalLM"
+    fixed = {"attention_bias": False, "moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0.0}
+    defaults = {"num_key_value_heads": 8, "head_dim": 128}
+    axes = {
         **MoEConfig.axes,
         "mlp": "intermediate_size",
         "expert_mlp": "moe_intermediate_size",
         "shared_mlp": "shared_expert_intermediate_size",
     }
-    rule: ClassVar[Mapping[str, Any]] = {"score": "sigmoid", "normalised": True}
-    rope_kinds: ClassVar[Kinds] = {
+    rule = {"score": "sigmoid", "normalised": True}
+    rope_kinds = {
         FULL: Convention(rope_theta=500000.0, partial_rotary_factor=1.0, parameters={"partial_rotary_factor": 0.5}),
         SLIDING: Convention(partial_rotary_factor=1.0),
     }
-    constants: ClassVar[Mapping[str, Any]] = {"attention_gate": "softplus"}
+    constants = {"attention_gate": "softplus"}
 
     rms_norm_eps: float = 1e-6
     sliding_window: int | None = 512
@@ -54,9 +48,7 @@ class LagunaConfig(NamedLayersConfig, LocalRopeConfig):
     moe_routed_scaling_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.num_attention_heads_per_layer is None and self.num_hidden_layers <= limits.LAYERS:
-            alike = (self.num_attention_heads,) * self.num_hidden_layers
-            object.__setattr__(self, "num_attention_heads_per_layer", alike)
+        self.fill_in("num_attention_heads_per_layer", lambda layer: self.num_attention_heads)
         super().__post_init__()
 
     def slides(self, layer: int) -> bool:
@@ -121,7 +113,7 @@ class LagunaConfig(NamedLayersConfig, LocalRopeConfig):
         return written
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "laguna-tiny": tiny(96, head_dim=16, sliding_window=128, moe_intermediate_size=32, num_experts=16)
     | {"num_experts_per_tok": 4, "shared_expert_intermediate_size": 32, "layer_types": [FULL, SLIDING] * 2}
     | {"num_attention_heads_per_layer": [4, 8] * 2},

@@ -1,10 +1,6 @@
 """LFM2 (Liquid AI 2025, arXiv 2511.23404): gated short convolutions in most layers, attention in the others."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.anatomy import CONVOLUTION, FULL
 from megacore.models.config import positive
@@ -19,14 +15,16 @@ from megacore.models.weight_rows import Rows, Table, around, in_layers
 class ShortConvolutionConfig(HybridConfig):
     """What LFM2 and LFM2 with experts have in common."""
 
-    other: ClassVar[str] = CONVOLUTION
-    derived: ClassVar[frozenset[str]] = frozenset({"attention_dropout", "head_dim", "hidden_act"})
-    spellings: ClassVar[Mapping[str, str]] = {"tie_embedding": "tie_word_embeddings"}
-    eps: ClassVar[str] = "norm_eps"
-    axes: ClassVar[Mapping[str, str]] = {**DecoderConfig.axes, "channels": "hidden_size", "taps": "conv_L_cache"}
-    rope_convention: ClassVar[Convention] = Convention(rope_theta=1e6)
-    last_norm: ClassVar[str] = "model.embedding_norm"
-    parts: ClassVar[Mapping[str, str]] = around("operator_norm", "ffn_norm")
+    other = CONVOLUTION
+    derived = frozenset({"attention_dropout", "head_dim", "hidden_act"})
+    spellings = {"tie_embedding": "tie_word_embeddings"}
+    eps = "norm_eps"
+    axes = {**DecoderConfig.axes, "channels": "hidden_size", "taps": "conv_L_cache"}
+    rope_convention = Convention(rope_theta=1e6)
+    last_norm = "model.embedding_norm"
+    parts = around("operator_norm", "ffn_norm")
+    network_rows = ("feed_forward.{w1,w3}", "feed_forward.w2")
+    taken = {"hidden_act": "silu", "attention_dropout": 0.0}
 
     norm_eps: float = 1e-5
     pad_token_id: int | None = 0
@@ -34,34 +32,26 @@ class ShortConvolutionConfig(HybridConfig):
     conv_bias: bool = False
     conv_L_cache: int = 3
 
-    def network(self, t: Table) -> Rows:
-        return t.gated_mlp("feed_forward.{w1,w3}", "feed_forward.w2")
-
     def mixer(self, t: Table) -> Rows:
         attention = t.attention(out="self_attn.out_proj") + t.norms_of_heads("self_attn.{}_layernorm")
         convolution = t.short_convolution(bias=self.conv_bias)
         return in_layers(self.layers_of(CONVOLUTION), convolution) + in_layers(self.layers_of(FULL), attention)
 
-    @classmethod
-    def _derive(cls, values: dict[str, Any]) -> list[str]:
-        values |= {"hidden_act": "silu", "attention_dropout": 0.0}
-        return super()._derive(values)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Lfm2Config(ShortConvolutionConfig):
-    family: ClassVar[str] = "lfm2"
-    architecture: ClassVar[str] = "Lfm2ForCausalLM"
+    family = "lfm2"
+    architecture = "Lfm2ForCausalLM"
     # Of published files; nothing reads them.
-    harmless: ClassVar[frozenset[str]] = frozenset(
+    harmless = frozenset(
         {
             "block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_swiglu",
             "block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads", "use_pos_enc",
         }
     )  # fmt: skip
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
-    spellings: ClassVar[Mapping[str, str]] = {**ShortConvolutionConfig.spellings, "block_ff_dim": "intermediate_size"}
-    axes: ClassVar[Mapping[str, str]] = {**ShortConvolutionConfig.axes, "mlp": "feed_forward_size"}
+    defaults = {"num_key_value_heads": 8}
+    spellings = {**ShortConvolutionConfig.spellings, "block_ff_dim": "intermediate_size"}
+    axes = {**ShortConvolutionConfig.axes, "mlp": "feed_forward_size"}
 
     block_multiple_of: int = 256
     block_ffn_dim_multiplier: float | None = 1.0
@@ -88,7 +78,7 @@ class Lfm2Config(ShortConvolutionConfig):
 
 _EACH = {"vocab_size": 65536, "num_key_value_heads": 8, "max_position_embeddings": 128000}
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "lfm2-tiny": tiny(192, full_attn_idxs=[1, 3], block_multiple_of=32),
     "lfm2-350m": _EACH | shape(1024, 6656, 16, 16) | {"full_attn_idxs": [2, 5, 8, 10, 12, 14]},
     "lfm2-1.2b": _EACH | shape(2048, 12288, 16, 32) | {"full_attn_idxs": [2, 5, 8, 10, 12, 14]},

@@ -1,30 +1,22 @@
 """LFM2 with experts (Liquid AI 2025): behind two dense layers, chosen by sigmoids that a correction balances."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
 
 from megacore.models.anatomy import CONVOLUTION, FULL
 from megacore.models.experts_config import MoEConfig
 from megacore.models.families.lfm2 import ShortConvolutionConfig
-from megacore.models.presets import shape
+from megacore.models.presets import shape, tiny
 from megacore.models.weight_rows import Rows, Table, in_layers
 from megacore.parallel.routing import Routing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lfm2MoeConfig(MoEConfig, ShortConvolutionConfig):
-    family: ClassVar[str] = "lfm2_moe"
-    architecture: ClassVar[str] = "Lfm2MoeForCausalLM"
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
-    axes: ClassVar[Mapping[str, str]] = {
-        **ShortConvolutionConfig.axes,
-        "experts": "num_experts",
-        "expert_mlp": "moe_intermediate_size",
-    }
-    rule: ClassVar[Mapping[str, Any]] = {"score": "sigmoid", "epsilon": 1e-6}
+    family = "lfm2_moe"
+    architecture = "Lfm2MoeForCausalLM"
+    defaults = {"num_key_value_heads": 8}
+    axes = {**ShortConvolutionConfig.axes, "experts": "num_experts", "expert_mlp": "moe_intermediate_size"}
+    rule = {"score": "sigmoid", "epsilon": 1e-6}
 
     # As LFM2 has them.
     pad_token_id: int | None = 0
@@ -78,10 +70,7 @@ class Lfm2MoeConfig(MoEConfig, ShortConvolutionConfig):
 
 _KINDS = [FULL if layer in (2, 6, 10, 14, 18, 21) else CONVOLUTION for layer in range(24)]
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "lfm2_moe-tiny": shape(64, 96, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    | {"moe_intermediate_size": 32, "num_experts": 8, "num_dense_layers": 1, "layer_types": _KINDS[:4]},
-    "lfm2-8b-a1b": shape(2048, 7168, 24, 32)
-    | {"vocab_size": 65536, "max_position_embeddings": 128000, "layer_types": _KINDS},
+PRESETS = {
+    "lfm2_moe-tiny": tiny(96, moe_intermediate_size=32, num_experts=8, num_dense_layers=1, layer_types=_KINDS[:4]),
+    "lfm2-8b-a1b": shape(2048, 7168, 24, 32, vocab_size=65536, max_position_embeddings=128000, layer_types=_KINDS),
 }

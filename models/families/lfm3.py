@@ -1,38 +1,36 @@
 """LFM3 (Liquid AI 2026): LFM2's convolutions beside attention with and without windows, and a gate of each head."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.anatomy import CONVOLUTION, FULL, SLIDING
 from megacore.models.families.lfm2 import ShortConvolutionConfig
 from megacore.models.local_rope import LocalRopeConfig
 from megacore.models.presets import tiny
-from megacore.models.rope_config import Convention, Kinds
+from megacore.models.rope_config import Convention
 from megacore.models.weight_rows import Rows, Table, around, in_layers
 from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lfm3Config(LocalRopeConfig):
-    family: ClassVar[str] = "lfm3"
-    architecture: ClassVar[str] = "Lfm3ForCausalLM"
-    more: ClassVar[tuple[str, ...]] = (CONVOLUTION,)
+    family = "lfm3"
+    architecture = "Lfm3ForCausalLM"
+    more = (CONVOLUTION,)
     # Of the gates there is no bias.
-    fixed: ClassVar[Mapping[str, Any]] = {"attention_bias": False}
-    derived: ClassVar[frozenset[str]] = frozenset({"hidden_act"})
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4, "head_dim": 128}
-    spellings: ClassVar[Mapping[str, str]] = {**ShortConvolutionConfig.spellings, "rms_norm_eps": "norm_eps"}
-    eps: ClassVar[str] = "norm_eps"
-    axes: ClassVar[Mapping[str, str]] = ShortConvolutionConfig.axes
-    rope_kinds: ClassVar[Kinds] = {
+    fixed = {"attention_bias": False}
+    derived = frozenset({"hidden_act"})
+    defaults = {"num_key_value_heads": 4, "head_dim": 128}
+    spellings = {**ShortConvolutionConfig.spellings, "rms_norm_eps": "norm_eps"}
+    eps = "norm_eps"
+    axes = ShortConvolutionConfig.axes
+    rope_kinds = {
         SLIDING: Convention(scaled=False),
         FULL: Convention(parameters={"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e6}),
     }
-    last_norm: ClassVar[str] = ShortConvolutionConfig.last_norm
-    parts: ClassVar[Mapping[str, str]] = around("operator_norm", "ffn_norm", "post_operator_norm", "post_ffn_norm")
+    last_norm = ShortConvolutionConfig.last_norm
+    parts = around("operator_norm", "ffn_norm", "post_operator_norm", "post_ffn_norm")
+    network_rows = ("feed_forward.{w1,w3}", "feed_forward.w2")
+    taken = {"hidden_act": "silu"}
 
     norm_eps: float = 1e-5
     pad_token_id: int | None = 124893
@@ -49,9 +47,6 @@ class Lfm3Config(LocalRopeConfig):
     def kind(self, layer: int) -> str:
         return SLIDING if self.slides(layer) else FULL if layer % 4 == 2 else CONVOLUTION
 
-    def network(self, t: Table) -> Rows:
-        return t.gated_mlp("feed_forward.{w1,w3}", "feed_forward.w2")
-
     def mixer(self, t: Table) -> Rows:
         gate = {"gate": "heads"} if self.use_attention_gate else {}
         pieces = {"q": "heads head", **gate, "k": "kv head", "v": "kv head"}
@@ -66,13 +61,8 @@ class Lfm3Config(LocalRopeConfig):
     def params(self) -> tuple[Param, ...]:
         return tuple(row for row in super().params() if self.use_sandwich_norm or "_out_norm." not in row.name)
 
-    @classmethod
-    def _derive(cls, values: dict[str, Any]) -> list[str]:
-        values["hidden_act"] = "silu"
-        return super()._derive(values)
 
-
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "lfm3-tiny": tiny(head_dim=16, sliding_window=128, pad_token_id=None)
     | {"layer_types": [CONVOLUTION, FULL, CONVOLUTION, SLIDING]}
 }

@@ -1,10 +1,6 @@
 """Llama 4 (Meta 2025): attention in chunks, layers without a rope, and experts whose inputs are scaled."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.anatomy import CHUNKED, FULL, ROPE, Anatomy, LayerAttention, Temperature
 from megacore.models.config import positive
@@ -18,22 +14,22 @@ from megacore.parallel import limits
 
 @dataclass(frozen=True, kw_only=True)
 class Llama4Config(MoEConfig, RotatingConfig):
-    family: ClassVar[str] = "llama4_text"
-    architecture: ClassVar[str] = "Llama4ForCausalLM"
-    harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | {"for_llm_compressor", "router_jitter_noise"}
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "head_dim": 128}
-    axes: ClassVar[Mapping[str, str]] = {
+    family = "llama4_text"
+    architecture = "Llama4ForCausalLM"
+    harmless = MoEConfig.harmless | {"for_llm_compressor", "router_jitter_noise"}
+    defaults = {"num_key_value_heads": 8, "head_dim": 128}
+    axes = {
         **MoEConfig.axes,
         "experts": "num_local_experts",
         "mlp": "intermediate_size_mlp",
         "shared_mlp": "intermediate_size",
     }
-    rope_convention: ClassVar[Convention] = Convention(rope_theta=5e5)
-    other: ClassVar[str] = CHUNKED
-    in_pairs: ClassVar[bool] = True
-    rule: ClassVar[Mapping[str, Any]] = {"score": "sigmoid", "scales_inputs": True}
-    constants: ClassVar[Mapping[str, Any]] = {"norms_after_rope": True}
-    of_text: ClassVar[bool] = True
+    rope_convention = Convention(rope_theta=5e5)
+    other = CHUNKED
+    in_pairs = True
+    rule = {"score": "sigmoid", "scales_inputs": True}
+    constants = {"norms_after_rope": True}
+    of_text = True
 
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False
@@ -92,7 +88,7 @@ class Llama4Config(MoEConfig, RotatingConfig):
 
 _EACH = shape(5120, 8192, 48, 40) | {"vocab_size": 202048}
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "llama4_text-tiny": tiny(
         96, head_dim=16, intermediate_size_mlp=192, interleave_moe_layer_step=2, attention_chunk_size=128
     ),

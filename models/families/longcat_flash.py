@@ -1,11 +1,9 @@
 """LongCat-Flash (Meituan 2025, arXiv 2509.01322): two blocks with latent attention in a layer, and experts beside the
 second one, of which some do nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import Anatomy
 from megacore.models.experts_config import MoEConfig
@@ -19,35 +17,31 @@ from megacore.parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class LongcatFlashConfig(LatentConfig, MoEConfig):
-    family: ClassVar[str] = "longcat_flash"
-    architecture: ClassVar[str] = "LongcatFlashForCausalLM"
-    derived: ClassVar[frozenset[str]] = frozenset({"qk_head_dim"})
+    family = "longcat_flash"
+    architecture = "LongcatFlashForCausalLM"
+    derived = frozenset({"qk_head_dim"})
     # What transformers 5.23 makes of experts that do nothing, and nothing multiplies.
-    ignored: ClassVar[tuple[str, ...]] = LatentConfig.ignored + tuple(
+    ignored = LatentConfig.ignored + tuple(
         f"model.layers.{{layer}}.mlp.experts.{{experts}}.{each}_proj.weight" for each in ("gate", "up")
     )
-    further: ClassVar[tuple[str, ...]] = ("model.mtp.",)
-    fixed: ClassVar[Mapping[str, Any]] = {
+    further = ("model.mtp.",)
+    fixed = {
         "attention_method": "MLA",
         "mla_scale_kv_lora": True,
         "mla_scale_q_lora": True,
         "router_bias": False,
         "zero_expert_type": "identity",
     }
-    saved: ClassVar[Mapping[str, str]] = {
+    saved = {
         "num_hidden_layers": "num_layers",
         "intermediate_size": "ffn_hidden_size",
         "moe_intermediate_size": "expert_ffn_hidden_size",
         "num_experts_per_tok": "moe_topk",
     }
-    spellings: ClassVar[Mapping[str, str]] = {"num_local_experts": "n_routed_experts"}
-    axes: ClassVar[Mapping[str, str]] = {
-        **LatentConfig.axes,
-        "experts": "n_routed_experts",
-        "expert_mlp": "moe_intermediate_size",
-    }
-    defaults: ClassVar[Mapping[str, Any]] = {"head_dim": 64}
-    rope_convention: ClassVar[Convention] = Convention(rope_theta=1e7)
+    spellings = {"num_local_experts": "n_routed_experts"}
+    axes = {**LatentConfig.axes, "experts": "n_routed_experts", "expert_mlp": "moe_intermediate_size"}
+    defaults = {"head_dim": 64}
+    rope_convention = Convention(rope_theta=1e7)
 
     rms_norm_eps: float = 1e-5
     q_lora_rank: int = 1536
@@ -104,7 +98,7 @@ def _of_block(row: Param, number: int) -> Param:
     return replace(row, name=name, hf=row.hf.replace("self_attn.", f"self_attn.{number}."))
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "longcat_flash-tiny": tiny_latent(96, head_dim=8, zero_expert_num=8) | EXPERTS,
     "longcat-flash": shape(6144, 12288, 28, 64) | {"vocab_size": 131072, "max_position_embeddings": 131072},
 }

@@ -1,27 +1,19 @@
 """Mamba-2 (Dao and Gu 2024, arXiv 2405.21060): state spaces alone, of heads."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.ssm_config import StatesAloneConfig, StateSpaceConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba2Config(StatesAloneConfig, StateSpaceConfig):
-    family: ClassVar[str] = "mamba2"
-    architecture: ClassVar[str] = "Mamba2ForCausalLM"
-    derived: ClassVar[frozenset[str]] = StatesAloneConfig.derived | {"attention_bias"}
+    family = "mamba2"
+    architecture = "Mamba2ForCausalLM"
+    derived = StatesAloneConfig.derived | {"attention_bias"}
     # Files of transformers 4.44 say norm_before_gate, which its class never read: the norm is behind the gate.
-    harmless: ClassVar[frozenset[str]] = StatesAloneConfig.harmless | {
-        "chunk_size",
-        "norm_before_gate",
-        "time_step_rank",
-    }
-    defaults: ClassVar[Mapping[str, Any]] = {"mamba_d_head": 64}
-    saved: ClassVar[Mapping[str, str]] = {
+    harmless = StatesAloneConfig.harmless | {"chunk_size", "norm_before_gate", "time_step_rank"}
+    defaults = {"mamba_d_head": 64}
+    saved = {
         **StatesAloneConfig.saved,
         "mamba_n_heads": "num_heads",
         "mamba_d_head": "head_dim",
@@ -33,7 +25,7 @@ class Mamba2Config(StatesAloneConfig, StateSpaceConfig):
     mamba_d_state: int = 128
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "mamba2-tiny": {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 4, "num_heads": 8, "head_dim": 16}
     | {"state_size": 16, "n_groups": 2},
     "mamba-codestral-7b": {"vocab_size": 32768, "hidden_size": 4096, "num_hidden_layers": 64},

@@ -1,18 +1,16 @@
 """MiMo-V2-Flash (Xiaomi 2026): experts, and windows with sinks and twice the heads of keys of other layers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import FULL, SLIDING, Anatomy, Factors
 from megacore.models.experts_config import TypedLayersConfig
 from megacore.models.layer_types import PatternedConfig
 from megacore.models.local_rope import LocalRopeConfig
-from megacore.models.mtp import MIMO, MtpNames
+from megacore.models.mtp import MIMO
 from megacore.models.presets import shape, tiny
-from megacore.models.rope_config import Convention, Kinds
+from megacore.models.rope_config import Convention
 from megacore.models.weight_rows import Rows, Table, in_layers
 
 # Published files say by numbers of what kind layers are, how many tokens before one a window has, and the sizes of its
@@ -27,31 +25,31 @@ _SAME = "num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"
 
 @dataclass(frozen=True, kw_only=True)
 class MimoV2FlashConfig(LocalRopeConfig, PatternedConfig, TypedLayersConfig):
-    family: ClassVar[str] = "mimo_v2_flash"
-    architecture: ClassVar[str] = "MiMoV2FlashForCausalLM"
-    further: ClassVar[tuple[str, ...]] = ("model.mtp.",)
-    reads: ClassVar[frozenset[str]] = frozenset({*_PATTERNS, _BEFORE, *(f"swa_{name}" for name in _SAME)})
-    mtp_names: ClassVar[MtpNames] = MIMO
-    derived: ClassVar[frozenset[str]] = frozenset({"n_shared_experts"})  # no expert is shared
-    harmless: ClassVar[frozenset[str]] = TypedLayersConfig.harmless | {"attention_chunk_size", "hybrid_block_size"}
-    fixed: ClassVar[Mapping[str, Any]] = {
+    family = "mimo_v2_flash"
+    architecture = "MiMoV2FlashForCausalLM"
+    further = ("model.mtp.",)
+    reads = frozenset({*_PATTERNS, _BEFORE, *(f"swa_{name}" for name in _SAME)})
+    mtp_names = MIMO
+    derived = frozenset({"n_shared_experts"})  # no expert is shared
+    harmless = TypedLayersConfig.harmless | {"attention_chunk_size", "hybrid_block_size"}
+    fixed = {
         "add_full_attention_sink_bias": False,
         "add_swa_attention_sink_bias": True,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
     }
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4, "head_dim": 192}
-    spellings: ClassVar[Mapping[str, str]] = {"layernorm_epsilon": "rms_norm_eps"}
-    axes: ClassVar[Mapping[str, str]] = {
+    defaults = {"num_key_value_heads": 4, "head_dim": 192}
+    spellings = {"layernorm_epsilon": "rms_norm_eps"}
+    axes = {
         **{axis: name for axis, name in TypedLayersConfig.axes.items() if axis != "shared_mlp"},
         "value": "v_head_dim",
         "local_kv": "local_key_value_heads",
     }
-    rope_kinds: ClassVar[Kinds] = {
+    rope_kinds = {
         FULL: Convention(rope_theta=5e6, partial_rotary_factor=0.334),
         SLIDING: Convention(theta_key="swa_rope_theta", partial_rotary_factor=0.334),
     }
-    pattern: ClassVar[int] = 6
+    pattern = 6
 
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False
@@ -131,7 +129,7 @@ class MimoV2FlashConfig(LocalRopeConfig, PatternedConfig, TypedLayersConfig):
         return values, problems
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "mimo_v2_flash-tiny": tiny(96, head_dim=24, v_head_dim=16, sliding_window=128, moe_intermediate_size=32)
     | {"n_routed_experts": 16, "num_experts_per_tok": 4},
     "mimo-v2-flash": shape(4096, 16384, 48, 64)

@@ -1,11 +1,8 @@
 """MiniCPM3 4B (Hu et al. 2024, arXiv 2404.06395): latent attention, and scaled embeddings, branches and logits."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import Anatomy
 from megacore.models.latent_config import LatentConfig
@@ -14,11 +11,11 @@ from megacore.models.presets import tiny_latent
 
 @dataclass(frozen=True, kw_only=True)
 class MiniCPM3Config(LatentConfig):
-    family: ClassVar[str] = "minicpm3"
-    architecture: ClassVar[str] = "MiniCPM3ForCausalLM"
-    harmless: ClassVar[frozenset[str]] = frozenset({"pretraining_tp"})
-    fixed: ClassVar[Mapping[str, Any]] = {"mlp_bias": False}
-    told: ClassVar[Mapping[str, str]] = {"embedding_scale": "scale_emb"}
+    family = "minicpm3"
+    architecture = "MiniCPM3ForCausalLM"
+    harmless = frozenset({"pretraining_tp"})
+    fixed = {"mlp_bias": False}
+    told = {"embedding_scale": "scale_emb"}
 
     initializer_range: float = 0.1
     tie_word_embeddings: bool = True
@@ -58,4 +55,4 @@ class MiniCPM3Config(LatentConfig):
         return super()._derive(values)
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {"minicpm3-tiny": tiny_latent(dim_model_base=32)}
+PRESETS = {"minicpm3-tiny": tiny_latent(dim_model_base=32)}

@@ -1,11 +1,7 @@
 """MiniMax-Text-01 and M1 (MiniMax 2025, arXiv 2501.08313, 2506.13585): lightning attention in most layers, experts, and
 residuals behind norms."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, LINEAR, Anatomy, Factors
 from megacore.models.families.minimax_m2 import RotaryDimConfig
@@ -20,29 +16,29 @@ from megacore.models.weight_rows import Rows, Table, in_layers
 class MiniMaxConfig(RotaryDimConfig, HybridConfig, MixtralConfig):
     """transformers 5.23 turns all of a head whatever ``rotary_dim`` says; here so much turns, as its makers have it."""
 
-    family: ClassVar[str] = "minimax"
-    architecture: ClassVar[str] = "MiniMaxForCausalLM"
-    other: ClassVar[str] = LINEAR
+    family = "minimax"
+    architecture = "MiniMaxForCausalLM"
+    other = LINEAR
     # Computed: what each head leaves of its state.
-    ignored: ClassVar[tuple[str, ...]] = MixtralConfig.ignored + tuple(
+    ignored = MixtralConfig.ignored + tuple(
         f"model.layers.{{layer}}.self_attn.{each}"
         for each in ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
     )
     # Tokens that are computed at a time; and of shared experts, which there are none of.
-    harmless: ClassVar[frozenset[str]] = MixtralConfig.harmless | {"block_size", "shared_moe_mode"}
-    fixed: ClassVar[Mapping[str, Any]] = {
+    harmless = MixtralConfig.harmless | {"block_size", "shared_moe_mode"}
+    fixed = {
         **MixtralConfig.fixed,
         "postnorm": True,
         "shared_intermediate_size": 0,
     }
-    axes: ClassVar[Mapping[str, str]] = {
+    axes = {
         **MixtralConfig.axes,
         "state_heads": "num_attention_heads",
         "state_key": "head_dim",
         "state_value": "head_dim",
     }
-    rope_convention: ClassVar[Convention] = Convention(rope_theta=1e6, partial_rotary_factor=1.0)
-    constants: ClassVar[Mapping[str, Any]] = {"delta_norm_eps": 1e-6}
+    rope_convention = Convention(rope_theta=1e6, partial_rotary_factor=1.0)
+    constants = {"delta_norm_eps": 1e-6}
 
     full_attn_alpha_factor: float = 1.0
     full_attn_beta_factor: float = 1.0
@@ -69,7 +65,7 @@ class MiniMaxConfig(RotaryDimConfig, HybridConfig, MixtralConfig):
 
 _ALPHAS = dict.fromkeys(("full_attn_alpha_factor", "linear_attn_alpha_factor", "mlp_alpha_factor"), 3.5565588200778455)
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "minimax-tiny": tiny(88, head_dim=16, num_local_experts=8, layer_types=[LINEAR, FULL] * 2) | _ALPHAS,
     "minimax-text-01": shape(6144, 9216, 80, 64)
     | {"vocab_size": 200064, "head_dim": 128, "max_position_embeddings": 10240000, **rope(1e7), "rotary_dim": 64}

@@ -1,10 +1,6 @@
 """Ministral 8B (Mistral AI 2024): Mistral with layers that see a window between layers that see all."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, SLIDING
 from megacore.models.layer_types import WindowedConfig
@@ -13,9 +9,9 @@ from megacore.models.presets import rope, shape, tiny
 
 @dataclass(frozen=True, kw_only=True)
 class MinistralConfig(WindowedConfig):
-    family: ClassVar[str] = "ministral"
-    architecture: ClassVar[str] = "MinistralForCausalLM"
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
+    family = "ministral"
+    architecture = "MinistralForCausalLM"
+    defaults = {"num_key_value_heads": 8}
 
     rms_norm_eps: float = 1e-6
 
@@ -23,7 +19,7 @@ class MinistralConfig(WindowedConfig):
         return self.sliding_window is not None
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "ministral-tiny": tiny(sliding_window=128),
     "ministral-8b": shape(4096, 12288, 36, 32)
     | {"vocab_size": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}

@@ -1,10 +1,8 @@
 """Ministral 3 (Mistral AI 2025): Mistral whose queries count more the later they stand."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import Anatomy, Temperature
 from megacore.models.decoder_config import DecoderConfig
@@ -29,7 +27,7 @@ _YARN = yarn(16.0, 16384, rope_theta=1e6, mscale=1.0, mscale_all_dim=1.0, llama_
 class TemperedConfig(DecoderConfig):
     """Queries count more the later they stand, as numbers of a rope of the type yarn say."""
 
-    rope_convention: ClassVar[Convention] = Convention(parameters=_YARN, own_types={"yarn": TemperedYarnRope})
+    rope_convention = Convention(parameters=_YARN, own_types={"yarn": TemperedYarnRope})
 
     @property
     def anatomy(self) -> Anatomy:
@@ -53,9 +51,9 @@ class TemperedConfig(DecoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Ministral3Config(TemperedConfig, MistralConfig):
-    family: ClassVar[str] = "ministral3"
-    architecture: ClassVar[str] = "Ministral3ForCausalLM"
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "head_dim": 128}
+    family = "ministral3"
+    architecture = "Ministral3ForCausalLM"
+    defaults = {"num_key_value_heads": 8, "head_dim": 128}
 
     rms_norm_eps: float = 1e-5
     sliding_window: int | None = None
@@ -67,7 +65,7 @@ def _shape(hidden: int, mlp: int, layers: int, **own: Any) -> dict[str, Any]:
     return shape(hidden, mlp, layers, 32) | {"vocab_size": 131072, "num_key_value_heads": 8, **own}
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "ministral3-tiny": shape(64, 176, 4, 4) | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 16},
     "ministral3-3b": _shape(3072, 9216, 26, tie_word_embeddings=True),
     "ministral3-8b": _shape(4096, 14336, 34),

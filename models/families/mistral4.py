@@ -1,11 +1,9 @@
 """Mistral Small 4 (Mistral AI 2026): latent attention and experts as DeepSeek has them, and the queries of Ministral 3,
 which count more the later they stand."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.families.deepseek_v2 import DeepseekConfig
 from megacore.models.families.ministral3 import TemperedConfig, TemperedYarnRope
@@ -20,10 +18,10 @@ _PART = "partial_rotary_factor"
 
 @dataclass(frozen=True, kw_only=True)
 class Mistral4Config(TemperedConfig, DeepseekConfig):
-    family: ClassVar[str] = "mistral4"
-    architecture: ClassVar[str] = "Mistral4ForCausalLM"
+    family = "mistral4"
+    architecture = "Mistral4ForCausalLM"
     # The part of a head that turns follows from the sizes, see _read_ropes.
-    rope_convention: ClassVar[Convention] = Convention(
+    rope_convention = Convention(
         parameters=_YARN | {"llama_4_scaling_beta": 0.1},
         own_types={"yarn": TemperedYarnRope},
         ignored=frozenset({_PART}),
@@ -72,7 +70,7 @@ class Mistral4Config(TemperedConfig, DeepseekConfig):
         return super()._read_ropes(config)
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "mistral4-tiny": tiny_latent(96, first_k_dense_replace=1) | EXPERTS,
     "mistral-small-4-119b": shape(4096, 12288, 36, 32) | {"vocab_size": 131072, "max_position_embeddings": 1048576},
 }

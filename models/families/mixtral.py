@@ -1,10 +1,6 @@
 """Mixtral 8x7B and 8x22B (Jiang et al. 2024, arXiv 2401.04088): Mistral with experts in every layer."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.experts_config import MoEConfig
 from megacore.models.families.mistral import MistralConfig
@@ -15,15 +11,15 @@ from megacore.models.weight_rows import Rows, Table
 
 @dataclass(frozen=True, kw_only=True)
 class MixtralConfig(MoEConfig, MistralConfig):
-    family: ClassVar[str] = "mixtral"
-    architecture: ClassVar[str] = "MixtralForCausalLM"
-    fixed: ClassVar[Mapping[str, Any]] = {"router_jitter_noise": 0.0}
-    spellings: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
-    axes: ClassVar[Mapping[str, str]] = {**MoEConfig.axes, "experts": "num_local_experts"}
-    rope_convention: ClassVar[Convention] = Convention(rope_theta=1e6)
-    rule: ClassVar[Mapping[str, Any]] = {"normalised": True}
+    family = "mixtral"
+    architecture = "MixtralForCausalLM"
+    fixed = {"router_jitter_noise": 0.0}
+    spellings = {"num_experts": "num_local_experts"}
+    axes = {**MoEConfig.axes, "experts": "num_local_experts"}
+    rope_convention = Convention(rope_theta=1e6)
+    rule = {"normalised": True}
     # The names of transformers for the modules of the experts and of the router in memory.
-    held: ClassVar[tuple[str, str]] = ("mlp.experts", "mlp.gate")
+    held = ("mlp.experts", "mlp.gate")
 
     rms_norm_eps: float = 1e-5
     sliding_window: int | None = None
@@ -38,7 +34,7 @@ class MixtralConfig(MoEConfig, MistralConfig):
 
 _EACH = {"vocab_size": 32000, "num_key_value_heads": 8, "max_position_embeddings": 32768, **rope(1e6)}
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "mixtral-tiny": _EACH | shape(64, 88, 4, 4) | {"vocab_size": 512, "num_key_value_heads": 2, "num_local_experts": 8},
     "mixtral-8x7b": _EACH | shape(4096, 14336, 32, 32),
     "mixtral-8x22b": _EACH | shape(6144, 16384, 56, 48) | {"max_position_embeddings": 65536},

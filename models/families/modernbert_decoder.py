@@ -1,39 +1,39 @@
 """Ettin's decoders (Weller et al. 2025, arXiv 2507.11412): ModernBERT's blocks, and its dense layer before the head."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import ACTIVATIONS, FULL, SLIDING
 from megacore.models.local_rope import LocalRopeConfig
 from megacore.models.presets import tiny
-from megacore.models.rope_config import Convention, Kinds
-from megacore.models.weight_rows import Rows, Table, around, in_layers
+from megacore.models.rope_config import Convention
+from megacore.models.weight_rows import Table, around, in_layers
 from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModernBertDecoderConfig(LocalRopeConfig):
-    family: ClassVar[str] = "modernbert-decoder"
-    architecture: ClassVar[str] = "ModernBertDecoderForCausalLM"
-    reads: ClassVar[frozenset[str]] = frozenset({"global_attn_every_n_layers"})
-    harmless: ClassVar[frozenset[str]] = frozenset({"classifier_dropout", "cls_token_id", "initializer_cutoff_factor"})
-    fixed: ClassVar[Mapping[str, Any]] = dict.fromkeys(("attention_dropout", "embedding_dropout", "mlp_dropout"), 0.0)
-    derived: ClassVar[frozenset[str]] = frozenset({"head_dim", "num_key_value_heads"})
-    saved: ClassVar[Mapping[str, str]] = {"hidden_act": "hidden_activation", "norms_have_bias": "norm_bias"}
-    eps: ClassVar[str] = "norm_eps"
-    tied: ClassVar[tuple[str, str]] = ("model.embeddings.tok_embeddings.weight", "decoder.weight")
-    axes: ClassVar[Mapping[str, str]] = {**LocalRopeConfig.axes, "turned": "hidden_size"}
-    rope_kinds: ClassVar[Kinds] = {
+    family = "modernbert-decoder"
+    architecture = "ModernBertDecoderForCausalLM"
+    reads = frozenset({"global_attn_every_n_layers"})
+    harmless = frozenset({"classifier_dropout", "cls_token_id", "initializer_cutoff_factor"})
+    fixed = dict.fromkeys(("attention_dropout", "embedding_dropout", "mlp_dropout"), 0.0)
+    derived = frozenset({"head_dim", "num_key_value_heads"})
+    saved = {"hidden_act": "hidden_activation", "norms_have_bias": "norm_bias"}
+    eps = "norm_eps"
+    tied = ("model.embeddings.tok_embeddings.weight", "decoder.weight")
+    axes = {**LocalRopeConfig.axes, "turned": "hidden_size"}
+    rope_kinds = {
         FULL: Convention(rope_theta=160000.0, theta_key="global_rope_theta"),
         SLIDING: Convention(theta_key="local_rope_theta"),
     }
-    last_norm: ClassVar[str] = "model.final_norm"
-    parts: ClassVar[Mapping[str, str]] = around("attn_norm", "mlp_norm")
-    constants: ClassVar[Mapping[str, Any]] = {"norm": "layer"}
-    told: ClassVar[Mapping[str, str]] = {"head_activation": "classifier_activation"}
+    last_norm = "model.final_norm"
+    parts = around("attn_norm", "mlp_norm")
+    constants = {"norm": "layer"}
+    told = {"head_activation": "classifier_activation"}
+    attention_rows = {"hf": "attn.{q,k,v}_proj", "out": "attn.Wo"}
+    network_rows = ("mlp.Wi", "mlp.Wo")
 
     hidden_act: str = "gelu"
     max_position_embeddings: int = 8192
@@ -56,13 +56,6 @@ class ModernBertDecoderConfig(LocalRopeConfig):
     def table(self, **own: Any) -> Table:
         return super().table(**({"norm_bias": self.norms_have_bias} | own))
 
-    def mixer(self, t: Table) -> Rows:
-        bias = self.attention_bias
-        return t.attention(hf="attn.{q,k,v}_proj", out="attn.Wo", bias=bias, out_bias=bias)
-
-    def network(self, t: Table) -> Rows:
-        return t.gated_mlp("mlp.Wi", "mlp.Wo", bias=self.mlp_bias)
-
     def params(self) -> tuple[Param, ...]:
         t, later = self.table(), range(1, self.num_hidden_layers)
         embed, *others = super().params()
@@ -73,8 +66,8 @@ class ModernBertDecoderConfig(LocalRopeConfig):
         return embed, *t.embed_norm("model.embeddings.norm"), *blocks, *t.dense_head(bias=self.classifier_bias)
 
     @property
-    def ends(self) -> Mapping[str, Any]:
-        return {**super().ends, "head_bias": self.decoder_bias}
+    def head_bias(self) -> bool:
+        return self.decoder_bias
 
     def problems(self) -> list[str]:
         known = self.classifier_activation in ACTIVATIONS
@@ -101,6 +94,4 @@ class ModernBertDecoderConfig(LocalRopeConfig):
         return values, problems
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "modernbert-decoder-tiny": tiny(96, num_key_value_heads=4, pad_token_id=511)
-}
+PRESETS = {"modernbert-decoder-tiny": tiny(96, num_key_value_heads=4, pad_token_id=511)}

@@ -1,15 +1,13 @@
 """MPT (MosaicML 2023): no positions but slopes of heads (ALiBi), no biases, and a section of its own for attention."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import Alibi, Anatomy
 from megacore.models.config import above_zero, positive
 from megacore.models.learned_positions import NoRopeConfig
-from megacore.models.weight_rows import QKV_EACH, Rows, Table, around
+from megacore.models.weight_rows import QKV_EACH, around
 
 _SECTION = "attn_config"
 _FIXED: Mapping[str, Any] = {"alibi": True, "prefix_lm": False, "qk_ln": False, "attn_type": "multihead_attention"}
@@ -20,30 +18,35 @@ _READ = {"attn_pdrop": "attention_dropout"} | {n: n for n in ("clip_qkv", "softm
 class MptConfig(NoRopeConfig):
     """``attn_config`` holds some of the fields there."""
 
-    family: ClassVar[str] = "mpt"
-    architecture: ClassVar[str] = "MptForCausalLM"
-    reads: ClassVar[frozenset[str]] = frozenset({_SECTION})
-    eps: ClassVar[str] = "layer_norm_epsilon"
-    base_model_prefix: ClassVar[str] = "transformer"
-    tied: ClassVar[tuple[str, str]] = ("transformer.wte.weight", "lm_head.weight")
+    family = "mpt"
+    architecture = "MptForCausalLM"
+    reads = frozenset({_SECTION})
+    eps = "layer_norm_epsilon"
+    base_model_prefix = "transformer"
+    tied = ("transformer.wte.weight", "lm_head.weight")
     # How weights were drawn, on which device and in which precision, and what the class does not read.
-    harmless: ClassVar[frozenset[str]] = frozenset(
+    harmless = frozenset(
         {"embedding_fraction", "emb_pdrop", "expansion_ratio", "init_config", "init_device", "norm_type", "verbose"}
         | {"resid_pdrop", "model_type", "pad_token_id", "logit_scale", "ffn_config", "learned_pos_emb"}
     )
-    fixed: ClassVar[Mapping[str, Any]] = {"no_bias": True}
-    derived: ClassVar[frozenset[str]] = NoRopeConfig.derived | {"hidden_act", "intermediate_size", *_READ.values()}
-    saved: ClassVar[Mapping[str, str]] = {
+    fixed = {"no_bias": True}
+    derived = NoRopeConfig.derived | {"hidden_act", "intermediate_size", *_READ.values()}
+    saved = {
         "hidden_size": "d_model",
         "max_position_embeddings": "max_seq_len",
         "num_attention_heads": "n_heads",
         "num_hidden_layers": "n_layers",
     }
-    layer: ClassVar[str] = "transformer.blocks.{layer}"
-    last_norm: ClassVar[str] = "transformer.norm_f"
-    constants: ClassVar[Mapping[str, Any]] = {"padding_idx": None}
-    told: ClassVar[Mapping[str, str]] = {"branch_dropout": "attention_dropout"}
-    parts: ClassVar[Mapping[str, str]] = around("norm_1", "norm_2")
+    layer = "transformer.blocks.{layer}"
+    last_norm = "transformer.norm_f"
+    constants = {"padding_idx": None}
+    told = {"branch_dropout": "attention_dropout"}
+    parts = around("norm_1", "norm_2")
+    attention_rows = {"hf": "attn.Wqkv", "out": "attn.out_proj", "here": QKV_EACH}
+    network_rows = ("ffn.up_proj", "ffn.down_proj")
+    gated_network = False
+    taken = {"hidden_act": "gelu"}
+    mlp_ratio = 4
 
     hidden_act: str = "gelu"
     layer_norm_epsilon: float = 1e-5
@@ -57,12 +60,6 @@ class MptConfig(NoRopeConfig):
     def anatomy(self) -> Anatomy:
         scale = self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
         return self.anatomy_of(alibi=Alibi(self.alibi_bias_max), attention_scale=scale, qkv_limit=self.clip_qkv or None)
-
-    def mixer(self, t: Table) -> Rows:
-        return t.attention(hf="attn.Wqkv", out="attn.out_proj", here=QKV_EACH)
-
-    def network(self, t: Table) -> Rows:
-        return t.plain_mlp("ffn.up_proj", "ffn.down_proj")
 
     def problems(self) -> list[str]:
         return super().problems() + positive(self, "alibi_bias_max") + above_zero(self, "softmax_scale")
@@ -82,13 +79,6 @@ class MptConfig(NoRopeConfig):
             if section.get(name, value) != value
         ]
 
-    @classmethod
-    def _derive(cls, values: dict[str, Any]) -> list[str]:
-        hidden = values.get("hidden_size")
-        values |= {"hidden_act": cls.hidden_act}
-        values |= {"intermediate_size": 4 * hidden} if isinstance(hidden, int) else {}
-        return super()._derive(values)
-
     def _write(self) -> dict[str, Any]:
         section: dict[str, Any] = {theirs: getattr(self, ours) for theirs, ours in _READ.items()}
         # Whose class takes whole numbers alone.
@@ -101,7 +91,7 @@ def _shape(hidden: int, layers: int, heads: int, **section: Any) -> dict[str, An
     return sizes | ({_SECTION: section} if section else {})
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "mpt-tiny": _shape(64, 4, 4) | {"vocab_size": 512, "max_seq_len": 512},
     "mpt-7b": _shape(4096, 32, 32),
     "mpt-30b": _shape(7168, 48, 64) | {"max_seq_len": 8192},

@@ -1,16 +1,13 @@
 """nanochat (Karpathy 2025): norms without weights, of the embeddings and of heads that have turned too, no gates, and
 heads that turn the other way: as if their halves were exchanged."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.config import above_zero
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.presets import shape
-from megacore.models.weight_rows import BRANCHES, Rows, Table
+from megacore.models.weight_rows import BRANCHES
 
 _QKV = "(q: heads ({0}) + k: kv ({0}) + v: kv head)"
 _PLAIN = ("embed_norm", "attn_norm", "attn.q_norm", "attn.k_norm", "mlp_norm", "norm")
@@ -18,13 +15,16 @@ _PLAIN = ("embed_norm", "attn_norm", "attn.q_norm", "attn.k_norm", "mlp_norm", "
 
 @dataclass(frozen=True, kw_only=True)
 class NanoChatConfig(DecoderConfig):
-    family: ClassVar[str] = "nanochat"
-    architecture: ClassVar[str] = "NanoChatForCausalLM"
-    last_norm: ClassVar[str] = ""
-    constants: ClassVar[Mapping[str, Any]] = {"plain_norms": frozenset(_PLAIN), "norms_after_rope": True}
-    told: ClassVar[Mapping[str, str]] = {"logit_softcap": "final_logit_softcapping"}
-    parts: ClassVar[Mapping[str, str]] = BRANCHES
-    small_ends: ClassVar[bool] = True
+    family = "nanochat"
+    architecture = "NanoChatForCausalLM"
+    last_norm = ""
+    constants = {"plain_norms": frozenset(_PLAIN), "norms_after_rope": True}
+    told = {"logit_softcap": "final_logit_softcapping"}
+    parts = BRANCHES
+    small_ends = True
+    attention_rows = {"here": _QKV.format("a: half + b: half"), "stored": _QKV.format("b: half + a: half")}
+    network_rows = ("mlp.fc1", "mlp.fc2")
+    gated_network = False
 
     hidden_act: str = "relu2"
     rms_norm_eps: float = 1e-6
@@ -37,18 +37,11 @@ class NanoChatConfig(DecoderConfig):
     def sizes(self) -> Mapping[str, int]:
         return {**super().sizes, "half": self.head_dim // 2}
 
-    def mixer(self, t: Table) -> Rows:
-        here, stored = _QKV.format("a: half + b: half"), _QKV.format("b: half + a: half")
-        return t.attention(here=here, stored=stored, bias=self.attention_bias, out_bias=self.attention_bias)
-
-    def network(self, t: Table) -> Rows:
-        return t.plain_mlp("mlp.fc1", "mlp.fc2")
-
     def problems(self) -> list[str]:
         return super().problems() + above_zero(self, "final_logit_softcapping")
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "nanochat-tiny": shape(64, 256, 4, 4) | {"vocab_size": 512, "max_position_embeddings": 512},
     "nanochat-d20": shape(1280, 5120, 20, 10) | {"vocab_size": 65536},
     "nanochat-d32": shape(2048, 8192, 32, 16) | {"vocab_size": 65536},

@@ -1,12 +1,10 @@
 """Nemotron-H (NVIDIA 2025, arXiv 2504.03624): layers of one branch, a state space (Mamba-2), attention, a network or
 experts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import FULL, LINEAR, Anatomy
 from megacore.models.config import positive
@@ -24,17 +22,17 @@ _LETTERS = {"M": LINEAR, "*": FULL, "-": _MLP, "E": _MOE}
 
 @dataclass(frozen=True, kw_only=True)
 class NemotronHConfig(StateSpaceConfig, NoRopeConfig):
-    family: ClassVar[str] = "nemotron_h"
-    architecture: ClassVar[str] = "NemotronHForCausalLM"
-    further: ClassVar[tuple[str, ...]] = ("mtp.",)
-    reads: ClassVar[frozenset[str]] = frozenset({"hybrid_override_pattern"})
-    base_model_prefix: ClassVar[str] = "backbone"
-    tied: ClassVar[tuple[str, str]] = ("backbone.embeddings.weight", "lm_head.weight")
-    more: ClassVar[tuple[str, ...]] = (_MLP, _MOE)
-    derived: ClassVar[frozenset[str]] = frozenset({"rope_parameters"})
-    eps: ClassVar[str] = "layer_norm_epsilon"
+    family = "nemotron_h"
+    architecture = "NemotronHForCausalLM"
+    further = ("mtp.",)
+    reads = frozenset({"hybrid_override_pattern"})
+    base_model_prefix = "backbone"
+    tied = ("backbone.embeddings.weight", "lm_head.weight")
+    more = (_MLP, _MOE)
+    derived = frozenset({"rope_parameters"})
+    eps = "layer_norm_epsilon"
     # Of kernels, initial values, and layers behind the model; time_step_limit is not what bounds the steps.
-    harmless: ClassVar[frozenset[str]] = frozenset(
+    harmless = frozenset(
         {
             "chunk_size", "mamba_chunk_size", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap",
             "mtp_hybrid_override_pattern", "mtp_layers_block_type", "n_shared_experts", "num_logits_to_keep",
@@ -42,16 +40,16 @@ class NemotronHConfig(StateSpaceConfig, NoRopeConfig):
             "sliding_window", "time_step_floor", "time_step_max", "use_mamba_kernels",
         }
     )  # fmt: skip
-    fixed: ClassVar[Mapping[str, Any]] = {"attention_bias": False, "hidden_dropout": 0.0, "moe_latent_size": None}
-    written: ClassVar[Mapping[str, Any]] = {"num_nextn_predict_layers": 0}
-    defaults: ClassVar[Mapping[str, Any]] = {
+    fixed = {"attention_bias": False, "hidden_dropout": 0.0, "moe_latent_size": None}
+    written = {"num_nextn_predict_layers": 0}
+    defaults = {
         "num_key_value_heads": 8,
         "head_dim": 128,
         "intermediate_size": 21504,
         "layer_types": [LINEAR, _MOE, FULL, _MLP],
         "mamba_d_head": 64,
     }
-    saved: ClassVar[Mapping[str, str]] = {
+    saved = {
         "layer_types": "layers_block_type",
         "hidden_act": "mlp_hidden_act",
         "mamba_n_heads": "mamba_num_heads",
@@ -62,10 +60,10 @@ class NemotronHConfig(StateSpaceConfig, NoRopeConfig):
         "mamba_expand": "expand",
         "mamba_conv_bias": "use_conv_bias",
     }
-    layer: ClassVar[str] = "backbone.layers.{layer}"
-    last_norm: ClassVar[str] = "backbone.norm_f"
-    constants: ClassVar[Mapping[str, Any]] = {"norm": "rms", "padding_idx": None}
-    told: ClassVar[Mapping[str, str]] = {"mixer_activation": "mamba_hidden_act"}
+    layer = "backbone.layers.{layer}"
+    last_norm = "backbone.norm_f"
+    constants = {"norm": "rms", "padding_idx": None}
+    told = {"mixer_activation": "mamba_hidden_act"}
 
     max_position_embeddings: int = 4096
     layer_norm_epsilon: float = 1e-5
@@ -159,12 +157,11 @@ class NemotronHConfig(StateSpaceConfig, NoRopeConfig):
 
 _EACH = {"vocab_size": 131072, "num_key_value_heads": 8, "max_position_embeddings": 8192}
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "nemotron_h-tiny": tiny(layers=5, head_dim=16, mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=16, n_groups=2)
     | {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64, "hybrid_override_pattern": "ME*M-"},
     "nemotron-h-8b": _EACH
-    | shape(4096, 21504, 52, 32)
-    | {"hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"},
+    | shape(4096, 21504, 52, 32, hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"),
     "nemotron-3-nano-30b-a3b": shape(2688, 1856, 52, 32)
     | {"vocab_size": 131072, "num_key_value_heads": 2, "max_position_embeddings": 262144, "mamba_num_heads": 64}
     | {"n_routed_experts": 128, "num_experts_per_tok": 6, "routed_scaling_factor": 2.5}

@@ -1,28 +1,22 @@
 """OLMo 2 (OLMo team 2024, arXiv 2501.00656): norms of what branches give, and of all queries and all keys at once."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.presets import rope, shape
-from megacore.models.weight_rows import BRANCHES, OF_ALL, OUT_NORMS, Rows, Table
+from megacore.models.weight_rows import BRANCHES, OF_ALL, OUT_NORMS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Olmo2Config(DecoderConfig):
-    family: ClassVar[str] = "olmo2"
-    architecture: ClassVar[str] = "Olmo2ForCausalLM"
-    parts: ClassVar[Mapping[str, str]] = BRANCHES | OUT_NORMS
+    family = "olmo2"
+    architecture = "Olmo2ForCausalLM"
+    parts = BRANCHES | OUT_NORMS
+    head_norms = {"of": OF_ALL}
 
     rms_norm_eps: float = 1e-5
     pad_token_id: int | None = 1
     attention_bias: bool = False
-
-    def mixer(self, t: Table) -> Rows:
-        return super().mixer(t) + t.norms_of_heads(of=OF_ALL)
 
 
 _EACH = {
@@ -33,7 +27,7 @@ _EACH = {
     **rope(500000.0),
 }
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "olmo2-tiny": _EACH | shape(64, 176, 4, 4) | {"vocab_size": 512, "num_key_value_heads": 2, "pad_token_id": None},
     "olmo2-1b": _EACH | shape(2048, 8192, 16, 16),
     "olmo2-7b": _EACH | shape(4096, 11008, 32, 32),

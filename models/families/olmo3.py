@@ -1,27 +1,20 @@
 """OLMo 3 (Team OLMo 2025, arXiv 2512.13961): OLMo 2 with windows, and a rope of its own for each kind of layer."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, SLIDING
 from megacore.models.families.olmo2 import Olmo2Config
 from megacore.models.local_rope import LocalRopeConfig
-from megacore.models.presets import shape, yarn
-from megacore.models.rope_config import Convention, Kinds
+from megacore.models.presets import shape, tiny, yarn
+from megacore.models.rope_config import Convention
 
 
 @dataclass(frozen=True, kw_only=True)
 class Olmo3Config(Olmo2Config, LocalRopeConfig):
-    family: ClassVar[str] = "olmo3"
-    architecture: ClassVar[str] = "Olmo3ForCausalLM"
+    family = "olmo3"
+    architecture = "Olmo3ForCausalLM"
     # A rope_scaling of older files is that of the layers that see all.
-    rope_kinds: ClassVar[Kinds] = {
-        SLIDING: Convention(rope_theta=500000.0, scaled=False),
-        FULL: Convention(rope_theta=500000.0),
-    }
+    rope_kinds = {SLIDING: Convention(rope_theta=500000.0, scaled=False), FULL: Convention(rope_theta=500000.0)}
 
     def slides(self, layer: int) -> bool:
         return layer % 4 != 3
@@ -36,10 +29,8 @@ _EACH = {
     "rope_parameters": {FULL: _EXTENDED, SLIDING: {"rope_type": "default", "rope_theta": 500000.0}},
 }
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "olmo3-tiny": _EACH
-    | shape(64, 176, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "pad_token_id": None, "sliding_window": 128},
+PRESETS = {
+    "olmo3-tiny": _EACH | tiny(max_position_embeddings=65536, pad_token_id=None, sliding_window=128),
     "olmo3-7b": _EACH | shape(4096, 11008, 32, 32),
     "olmo3-32b": _EACH | shape(5120, 27648, 64, 40) | {"num_key_value_heads": 8},
 }

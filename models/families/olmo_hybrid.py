@@ -5,17 +5,15 @@ Published files have the convolutions of queries, of keys and of values, as they
 reads these, and saves the three in equal parts, which are those only where values are as wide as keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import FULL, LINEAR, ROPE, Anatomy, LayerAttention
 from megacore.models.config import ModelConfigError, Shapes
 from megacore.models.delta_config import DELTA_INNER, DeltaConfig
 from megacore.models.presets import STATES, shape, tiny
-from megacore.models.rope_config import PLAIN, Convention
+from megacore.models.rope_config import PLAIN
 from megacore.models.weight_rows import OF_ALL, Rows, Table, in_layers
 from megacore.parallel.weights.schema import Param
 
@@ -25,20 +23,18 @@ _NORM, _PUBLISHED_NORM = "feedforward_layer_norm", "post_attention_layernorm"
 
 @dataclass(frozen=True, kw_only=True)
 class OlmoHybridConfig(DeltaConfig):
-    family: ClassVar[str] = "olmo_hybrid"
-    architecture: ClassVar[str] = "OlmoHybridForCausalLM"
-    interval: ClassVar[str | None] = None
+    family = "olmo_hybrid"
+    architecture = "OlmoHybridForCausalLM"
+    interval = None
     # Whether heads turn follows from the rope, and the name of a norm of layers that attend from a folder's tensors.
-    derived: ClassVar[frozenset[str]] = frozenset({"attended_norm", "head_dim", "rotates"})
+    derived = frozenset({"attended_norm", "head_dim", "rotates"})
     # Of initial values.
-    harmless: ClassVar[frozenset[str]] = frozenset(
-        f"linear_{name}" for name in ("a_log_max", "a_log_min", "dt_init_floor", "dt_max", "dt_min")
-    )
-    defaults: ClassVar[Mapping[str, Any]] = {}
-    rope_convention: ClassVar[Convention] = PLAIN
-    constants: ClassVar[Mapping[str, Any]] = {"norm_offset": 0.0, "delta_norm_eps": 1e-5}
-    by_tensors: ClassVar[frozenset[str]] = frozenset({"attended_norm"})
-    further: ClassVar[tuple[str, ...]] = ()
+    harmless = frozenset(f"linear_{name}" for name in ("a_log_max", "a_log_min", "dt_init_floor", "dt_max", "dt_min"))
+    defaults = {}
+    rope_convention = PLAIN
+    constants = {"norm_offset": 0.0, "delta_norm_eps": 1e-5}
+    by_tensors = frozenset({"attended_norm"})
+    further = ()
 
     pad_token_id: int | None = 100277
     linear_allow_neg_eigval: bool = True
@@ -111,9 +107,8 @@ class OlmoHybridConfig(DeltaConfig):
 
 _EACH = {"rms_norm_eps": 1e-6, "rope_parameters": _NOPE}
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "olmo_hybrid-tiny": _EACH | tiny(pad_token_id=None) | STATES,
     "olmo-hybrid-7b": _EACH
-    | shape(3840, 11008, 32, 30)
-    | {"vocab_size": 100352, "max_position_embeddings": 65536, "linear_key_head_dim": 96},
+    | shape(3840, 11008, 32, 30, vocab_size=100352, max_position_embeddings=65536, linear_key_head_dim=96),
 }

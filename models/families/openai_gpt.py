@@ -3,11 +3,7 @@
 Hugging Face stores its matrices transposed (Conv1D): the axis that is read is spelled first there.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.anatomy import Anatomy
 from megacore.models.learned_positions import LearnedPositionsConfig
@@ -16,19 +12,19 @@ from megacore.models.weight_rows import HEADS, QKV_EACH, Rows, Table
 
 @dataclass(frozen=True, kw_only=True)
 class OpenAiGptConfig(LearnedPositionsConfig):
-    family: ClassVar[str] = "openai-gpt"
-    architecture: ClassVar[str] = "OpenAIGPTLMHeadModel"
-    eps: ClassVar[str] = "layer_norm_epsilon"
-    activations: ClassVar[tuple[str, ...]] = ("gelu", "relu", "silu", "swish")
-    derived: ClassVar[frozenset[str]] = LearnedPositionsConfig.derived | {"intermediate_size", "pad_token_id"}
+    family = "openai-gpt"
+    architecture = "OpenAIGPTLMHeadModel"
+    eps = "layer_norm_epsilon"
+    activations = ("gelu", "relu", "silu", "swish")
+    derived = LearnedPositionsConfig.derived | {"intermediate_size", "pad_token_id"}
     # Heads for other tasks, and the token for padding, whose embedding is trained as any other.
-    harmless: ClassVar[frozenset[str]] = frozenset(
+    harmless = frozenset(
         {
             "n_ctx", "n_special", "pad_token_id", "predict_special_tokens", "summary_activation",
             "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
         }
     )  # fmt: skip
-    saved: ClassVar[Mapping[str, str]] = {
+    saved = {
         "attention_dropout": "attn_pdrop",
         "hidden_act": "afn",
         "hidden_size": "n_embd",
@@ -36,16 +32,17 @@ class OpenAiGptConfig(LearnedPositionsConfig):
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
     }
-    base_model_prefix: ClassVar[str] = "transformer"
-    tied: ClassVar[tuple[str, str]] = ("transformer.tokens_embed.weight", "lm_head.weight")
-    positions: ClassVar[str] = "transformer.positions_embed"
+    base_model_prefix = "transformer"
+    tied = ("transformer.tokens_embed.weight", "lm_head.weight")
+    positions = "transformer.positions_embed"
     # The causal mask.
-    ignored: ClassVar[tuple[str, ...]] = ("transformer.h.{layer}.attn.bias",)
-    layer: ClassVar[str] = "transformer.h.{layer}"
-    last_norm: ClassVar[str] = ""
-    norm_bias: ClassVar[bool] = True
-    told: ClassVar[Mapping[str, str]] = {"branch_dropout": "resid_pdrop", "embedding_dropout": "embd_pdrop"}
-    parts: ClassVar[Mapping[str, str]] = {"mixer": "", "attn_sum_norm": "ln_1", "network": "", "mlp_sum_norm": "ln_2"}
+    ignored = ("transformer.h.{layer}.attn.bias",)
+    layer = "transformer.h.{layer}"
+    last_norm = ""
+    norm_bias = True
+    told = {"branch_dropout": "resid_pdrop", "embedding_dropout": "embd_pdrop"}
+    parts = {"mixer": "", "attn_sum_norm": "ln_1", "network": "", "mlp_sum_norm": "ln_2"}
+    mlp_ratio = 4
 
     vocab_size: int = 40478
     max_position_embeddings: int = 512
@@ -74,14 +71,8 @@ class OpenAiGptConfig(LearnedPositionsConfig):
             *t.linear("mlp.down", "embed", "mlp", "mlp.c_proj", bias=True, stored="mlp embed", ends=True),
         )
 
-    @classmethod
-    def _derive(cls, values: dict[str, Any]) -> list[str]:
-        hidden = values.get("hidden_size")
-        values |= {"intermediate_size": 4 * hidden} if isinstance(hidden, int) else {}
-        return super()._derive(values)
 
-
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "openai-gpt-tiny": {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 512},
     "openai-gpt": {"n_embd": 768, "n_layer": 12, "n_head": 12},
 }

@@ -1,10 +1,8 @@
 """OPT 125M to 66B (Zhang et al. 2022, arXiv 2205.01068): GPT-2 with relus, and two rows before the first position."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.learned_positions import LearnedPositionsConfig
 from megacore.models.presets import shape
@@ -13,29 +11,25 @@ from megacore.models.weight_rows import QKV_EACH, Rows, Table, around
 
 @dataclass(frozen=True, kw_only=True)
 class OptConfig(LearnedPositionsConfig):
-    family: ClassVar[str] = "opt"
-    architecture: ClassVar[str] = "OPTForCausalLM"
-    eps: ClassVar[str] = "norm_eps"
-    norm_eps: ClassVar[float] = 1e-5
-    tied: ClassVar[tuple[str, str]] = ("model.decoder.embed_tokens.weight", "lm_head.weight")
-    positions: ClassVar[str] = "model.decoder.embed_positions"
-    saved: ClassVar[Mapping[str, str]] = {
-        "hidden_act": "activation_function",
-        "initializer_range": "init_std",
-        "intermediate_size": "ffn_dim",
-    }
-    fixed: ClassVar[Mapping[str, Any]] = {
+    family = "opt"
+    architecture = "OPTForCausalLM"
+    eps = "norm_eps"
+    norm_eps = 1e-5
+    tied = ("model.decoder.embed_tokens.weight", "lm_head.weight")
+    positions = "model.decoder.embed_positions"
+    saved = {"hidden_act": "activation_function", "initializer_range": "init_std", "intermediate_size": "ffn_dim"}
+    fixed = {
         "_remove_final_layer_norm": False,
         "do_layer_norm_before": True,
         "layer_norm_elementwise_affine": True,
         "layerdrop": 0.0,
     }
-    layer: ClassVar[str] = "model.decoder.layers.{layer}"
-    last_norm: ClassVar[str] = "model.decoder.final_layer_norm"
-    norm_bias: ClassVar[bool] = True
-    constants: ClassVar[Mapping[str, Any]] = {"position_offset": 2}
-    told: ClassVar[Mapping[str, str]] = {"branch_dropout": "dropout"}
-    parts: ClassVar[Mapping[str, str]] = around("self_attn_layer_norm", "final_layer_norm")
+    layer = "model.decoder.layers.{layer}"
+    last_norm = "model.decoder.final_layer_norm"
+    norm_bias = True
+    constants = {"position_offset": 2}
+    told = {"branch_dropout": "dropout"}
+    parts = around("self_attn_layer_norm", "final_layer_norm")
 
     hidden_act: str = "relu"
     pad_token_id: int | None = 1
@@ -71,7 +65,7 @@ class OptConfig(LearnedPositionsConfig):
 
 _EACH = {"vocab_size": 50272, "max_position_embeddings": 2048}
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "opt-tiny": shape(64, 256, 4, 4) | {"vocab_size": 512, "max_position_embeddings": 512},
     "opt-125m": _EACH | shape(768, 3072, 12, 12),
     "opt-1.3b": _EACH | shape(2048, 8192, 24, 32),

@@ -1,43 +1,37 @@
 """Phi-3, Phi-3.5, Phi-4 (Abdin et al. 2024, arXiv 2404.14219, 2412.08905): LLaMA with queries, keys and values in one
 tensor on disk, as gate and up; a window, heads of which a part turns, frequencies for long texts."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.layer_types import OneWindowConfig
 from megacore.models.presets import rope, shape, tiny
 from megacore.models.rope_config import Convention
-from megacore.models.weight_rows import BRANCHES, NORMS, Rows, Table
+from megacore.models.weight_rows import BRANCHES, NORMS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phi3Config(OneWindowConfig):
-    family: ClassVar[str] = "phi3"
-    architecture: ClassVar[str] = "Phi3ForCausalLM"
+    family = "phi3"
+    architecture = "Phi3ForCausalLM"
     # Which no class reads.
-    harmless: ClassVar[frozenset[str]] = frozenset({"embd_pdrop", "full_attn_mod", "interpolate_factor"})
-    fixed: ClassVar[Mapping[str, Any]] = dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), False)
-    derived: ClassVar[frozenset[str]] = frozenset({"head_dim"})
-    rope_convention: ClassVar[Convention] = Convention(
+    harmless = frozenset({"embd_pdrop", "full_attn_mod", "interpolate_factor"})
+    fixed = dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), False)
+    derived = frozenset({"head_dim"})
+    rope_convention = Convention(
         partial_rotary_factor=1.0,
         original_max_position_embeddings=4096,
         rope_types={"su": "longrope", "yarn": "longrope"},
     )
-    told: ClassVar[Mapping[str, str]] = {"branch_dropout": "resid_pdrop"}
-    parts: ClassVar[Mapping[str, str]] = BRANCHES | NORMS
+    told = {"branch_dropout": "resid_pdrop"}
+    parts = BRANCHES | NORMS
+    attention_rows = {"hf": "self_attn.qkv_proj"}
+    network_rows = ("mlp.gate_up_proj",)
 
     rms_norm_eps: float = 1e-5
     resid_pdrop: float = 0.0
     pad_token_id: int | None = 32000
-
-    def mixer(self, t: Table) -> Rows:
-        return t.attention(hf="self_attn.qkv_proj")
-
-    def network(self, t: Table) -> Rows:
-        return t.gated_mlp("mlp.gate_up_proj")
 
 
 _PHI3_MINI = {"vocab_size": 32064} | shape(3072, 8192, 32, 32)
@@ -83,7 +77,7 @@ _PHI4_LONG = (
 )
 # fmt: on
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "phi3-tiny": tiny(pad_token_id=None),
     "phi-3-mini-4k": _PHI3_MINI | {"max_position_embeddings": 4096, "sliding_window": 2047},
     "phi-3-medium-4k": _PHI3_MEDIUM | {"vocab_size": 32064, "max_position_embeddings": 4096, "sliding_window": 2047},

@@ -5,11 +5,7 @@ The paper trains with experts that are drawn at random and inputs that are jitte
 Here the best two are trained, as they are when it is asked.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.families.mixtral import MixtralConfig
 from megacore.models.presets import shape
@@ -19,19 +15,15 @@ from megacore.parallel.routing import Routing
 
 @dataclass(frozen=True, kw_only=True)
 class PhimoeConfig(MixtralConfig):
-    family: ClassVar[str] = "phimoe"
-    architecture: ClassVar[str] = "PhimoeForCausalLM"
-    harmless: ClassVar[frozenset[str]] = MixtralConfig.harmless | {
-        "hidden_dropout",
-        "input_jitter_noise",
-        "original_max_position_embeddings",
-    }
-    fixed: ClassVar[Mapping[str, Any]] = {"num_experts_per_tok": 2}
-    derived: ClassVar[frozenset[str]] = frozenset({"head_dim"})
-    rope_convention: ClassVar[Convention] = Convention(rope_theta=1e6, own_types={"longrope": ScaledLongRope})
-    norm_bias: ClassVar[bool] = True
-    constants: ClassVar[Mapping[str, Any]] = {"norm": "layer"}
-    held: ClassVar[tuple[str, str]] = ("mlp.experts", "mlp.router")
+    family = "phimoe"
+    architecture = "PhimoeForCausalLM"
+    harmless = MixtralConfig.harmless | {"hidden_dropout", "input_jitter_noise", "original_max_position_embeddings"}
+    fixed = {"num_experts_per_tok": 2}
+    derived = frozenset({"head_dim"})
+    rope_convention = Convention(rope_theta=1e6, own_types={"longrope": ScaledLongRope})
+    norm_bias = True
+    constants = {"norm": "layer"}
+    held = ("mlp.experts", "mlp.router")
 
     max_position_embeddings: int = 131072
     num_local_experts: int = 16
@@ -44,11 +36,11 @@ class PhimoeConfig(MixtralConfig):
         return Routing(experts=self.num_local_experts, top_k=2, weigh="close", reach=2 * self.router_jitter_noise)
 
     @property
-    def ends(self) -> Mapping[str, Any]:
-        return {**super().ends, "head_bias": self.lm_head_bias}
+    def head_bias(self) -> bool:
+        return self.lm_head_bias
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "phimoe-tiny": shape(64, 88, 4, 4) | {"vocab_size": 512, "num_key_value_heads": 2, "num_local_experts": 8},
     "phi-3.5-moe": shape(4096, 6400, 32, 32)
     | {"vocab_size": 32064, "num_key_value_heads": 8, "attention_bias": True, "lm_head_bias": True},

@@ -1,22 +1,20 @@
 """Qwen2, Qwen2.5 (Yang et al. 2024, arXiv 2407.10671, 2412.15115): LLaMA with biases of queries, keys and values."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.layer_types import WindowedConfig
 from megacore.models.presets import rope, shape, tiny
-from megacore.models.weight_rows import Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2Config(WindowedConfig):
-    family: ClassVar[str] = "qwen2"
-    architecture: ClassVar[str] = "Qwen2ForCausalLM"
-    harmless: ClassVar[frozenset[str]] = frozenset({"use_mrope"})
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 32}
+    family = "qwen2"
+    architecture = "Qwen2ForCausalLM"
+    harmless = frozenset({"use_mrope"})
+    defaults = {"num_key_value_heads": 32}
+    attention_bias = True
+    out_bias = False
 
     rms_norm_eps: float = 1e-6
     use_sliding_window: bool = False
@@ -24,9 +22,6 @@ class Qwen2Config(WindowedConfig):
 
     def slides(self, layer: int) -> bool:
         return self.sliding_window is not None and layer >= self.max_window_layers
-
-    def mixer(self, t: Table) -> Rows:
-        return t.attention(bias=True)
 
     @classmethod
     def _derive(cls, values: dict[str, Any]) -> list[str]:
@@ -44,7 +39,7 @@ def _sizes(hidden: int, mlp: int, layers: int, heads: int, kv: int, **others: An
 
 _TIED = {"vocab_size": 151936, "tie_word_embeddings": True}
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "qwen2-tiny": tiny(),
     "qwen2-0.5b": _sizes(896, 4864, 24, 14, 2, **_TIED),
     "qwen2-1.5b": _sizes(1536, 8960, 28, 12, 2, **_TIED),

@@ -1,10 +1,6 @@
 """Qwen1.5-MoE, Qwen2-57B-A14B (Yang et al. 2024, arXiv 2407.10671): Qwen2 with experts, and one for every token."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.experts_config import MoEConfig, SparseConfig
 from megacore.models.families.qwen2 import Qwen2Config
@@ -14,11 +10,11 @@ from megacore.models.weight_rows import Rows, Table
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2MoeConfig(SparseConfig, Qwen2Config):
-    family: ClassVar[str] = "qwen2_moe"
-    architecture: ClassVar[str] = "Qwen2MoeForCausalLM"
-    harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | Qwen2Config.harmless
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 16}
-    axes: ClassVar[Mapping[str, str]] = {**SparseConfig.axes, "shared_mlp": "shared_expert_intermediate_size"}
+    family = "qwen2_moe"
+    architecture = "Qwen2MoeForCausalLM"
+    harmless = MoEConfig.harmless | Qwen2Config.harmless
+    defaults = {"num_key_value_heads": 16}
+    axes = {**SparseConfig.axes, "shared_mlp": "shared_expert_intermediate_size"}
 
     qkv_bias: bool = True
     moe_intermediate_size: int = 1408
@@ -39,7 +35,7 @@ class Qwen2MoeConfig(SparseConfig, Qwen2Config):
 
 _EACH = {"vocab_size": 151936, **rope(1e6)}
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "qwen2_moe-tiny": tiny(moe_intermediate_size=32, shared_expert_intermediate_size=64, num_experts=8),
     "qwen1.5-moe-a2.7b": _EACH | shape(2048, 5632, 24, 16) | {"max_position_embeddings": 8192},
     "qwen2-57b-a14b": _EACH

@@ -1,10 +1,6 @@
 """Qwen3.5's text models (Qwen Team 2026): three layers of four follow the gated delta rule, the fourth attends."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.delta_config import QwenDeltaConfig
 from megacore.models.mtp import FIELD
@@ -14,28 +10,26 @@ from megacore.models.rope_config import Convention
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3_5Config(QwenDeltaConfig):
-    family: ClassVar[str] = "qwen3_5_text"
-    architecture: ClassVar[str] = "Qwen3_5ForCausalLM"
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4, "head_dim": 256}
+    family = "qwen3_5_text"
+    architecture = "Qwen3_5ForCausalLM"
+    defaults = {"num_key_value_heads": 4, "head_dim": 256}
     # Published files say these, and transformers' class has none of them.
-    fixed: ClassVar[Mapping[str, Any]] = {
+    fixed = {
         "attn_output_gate": True,
         "mlp_only_layers": [],
         "mtp_use_dedicated_embeddings": False,
         "output_gate_type": "swish",  # of the delta rule; that of attention is a sigmoid, whatever a file says
     }
-    harmless: ClassVar[frozenset[str]] = frozenset({"mamba_ssm_dtype"})
-    saved: ClassVar[Mapping[str, str]] = {FIELD: "mtp_num_hidden_layers"}
+    harmless = frozenset({"mamba_ssm_dtype"})
+    saved = {FIELD: "mtp_num_hidden_layers"}
     # Of text all three sections of a position are one number.
-    rope_convention: ClassVar[Convention] = Convention(
-        partial_rotary_factor=0.25, ignored=frozenset({"mrope_interleaved", "mrope_section"})
-    )
-    of_text: ClassVar[bool] = True
+    rope_convention = Convention(partial_rotary_factor=0.25, ignored=frozenset({"mrope_interleaved", "mrope_section"}))
+    of_text = True
 
 
 EACH = {"vocab_size": 248320, "max_position_embeddings": 262144, **rope(1e7, partial_rotary_factor=0.25)}
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "qwen3_5_text-tiny": EACH | tiny(head_dim=16) | STATES,
     "qwen3.5-9b": EACH | shape(4096, 12288, 32, 16) | {"num_key_value_heads": 4},
 }

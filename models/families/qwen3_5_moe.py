@@ -1,34 +1,32 @@
 """Qwen3.5's text models with experts (Qwen Team 2026): as Qwen3-Next, and experts in every layer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.config import Shapes
 from megacore.models.experts_config import MoEConfig
 from megacore.models.families.qwen3_5 import EACH, Qwen3_5Config
-from megacore.models.presets import STATES
+from megacore.models.presets import STATES, tiny
 from megacore.models.weight_rows import Rows, Table
 from megacore.models.wrappers import LIE
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3_5MoeConfig(MoEConfig, Qwen3_5Config):
-    family: ClassVar[str] = "qwen3_5_moe_text"
-    architecture: ClassVar[str] = "Qwen3_5MoeForCausalLM"
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2, "head_dim": 256}
-    harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | Qwen3_5Config.harmless
+    family = "qwen3_5_moe_text"
+    architecture = "Qwen3_5MoeForCausalLM"
+    defaults = {"num_key_value_heads": 2, "head_dim": 256}
+    harmless = MoEConfig.harmless | Qwen3_5Config.harmless
     # How experts lie no file says, but its tensors.
-    derived: ClassVar[frozenset[str]] = frozenset({"intermediate_size", LIE})
-    axes: ClassVar[Mapping[str, str]] = {
+    derived = frozenset({"intermediate_size", LIE})
+    axes = {
         **{axis: name for axis, name in Qwen3_5Config.axes.items() if axis != "mlp"},
         "experts": "num_experts",
         "expert_mlp": "moe_intermediate_size",
         "shared_mlp": "shared_expert_intermediate_size",
     }
-    rule: ClassVar[Mapping[str, Any]] = {"normalised": True}
+    rule = {"normalised": True}
 
     moe_intermediate_size: int = 512
     shared_expert_intermediate_size: int = 512
@@ -54,10 +52,9 @@ class Qwen3_5MoeConfig(MoEConfig, Qwen3_5Config):
         return super()._derive(values)
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "qwen3_5_moe_text-tiny": EACH
-    | {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512, "head_dim": 16}
-    | {"num_key_value_heads": 2, "max_position_embeddings": 512, "num_experts": 16, "num_experts_per_tok": 4}
+    | tiny(32, head_dim=16, num_experts=16, num_experts_per_tok=4)
     | STATES
     | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
     "qwen3.5-35b-a3b": EACH | {"hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16},

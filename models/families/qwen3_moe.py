@@ -1,29 +1,28 @@
 """Qwen3 with experts (Yang et al. 2025, arXiv 2505.09388): norms of each head, 128 experts in every layer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.config import Shapes
 from megacore.models.experts_config import MoEConfig, SparseConfig
 from megacore.models.layer_types import OneWindowConfig
-from megacore.models.presets import rope, shape
+from megacore.models.presets import rope, shape, tiny
 from megacore.models.weight_rows import Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig(SparseConfig, OneWindowConfig):
-    family: ClassVar[str] = "qwen3_moe"
-    architecture: ClassVar[str] = "Qwen3MoeForCausalLM"
-    harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | {"max_window_layers"}
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4}
+    family = "qwen3_moe"
+    architecture = "Qwen3MoeForCausalLM"
+    harmless = MoEConfig.harmless | {"max_window_layers"}
+    defaults = {"num_key_value_heads": 4}
     # As published files have it; transformers saves the other.
-    spellings: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
-    axes: ClassVar[Mapping[str, str]] = {**SparseConfig.axes, "experts": "num_local_experts"}
+    spellings = {"num_experts": "num_local_experts"}
+    axes = {**SparseConfig.axes, "experts": "num_local_experts"}
     # Which no file of the family says: it is said of a part of Qwen3-VL.
-    derived: ClassVar[frozenset[str]] = frozenset({"stacked_experts"})
+    derived = frozenset({"stacked_experts"})
+    head_norms = {}
 
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
@@ -34,9 +33,6 @@ class Qwen3MoeConfig(SparseConfig, OneWindowConfig):
     num_experts_per_tok: int = 8
     # Where a tensor has all experts of a layer: what stands first in it, "inputs" or "outputs".
     stacked_experts: str = ""
-
-    def mixer(self, t: Table) -> Rows:
-        return super().mixer(t) + t.norms_of_heads()
 
     def experts(self, t: Table) -> Rows:
         if not self.stacked_experts:
@@ -72,11 +68,9 @@ _EACH = {
     **rope(1e6),
 }
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "qwen3_moe-tiny": _EACH
-    | shape(64, 176, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 16}
-    | {"moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4},
+    | tiny(max_position_embeddings=40960, head_dim=16, moe_intermediate_size=32, num_experts=16, num_experts_per_tok=4),
     "qwen3-30b-a3b": _EACH | shape(2048, 6144, 48, 32),
     "qwen3-235b-a22b": _EACH | shape(4096, 12288, 94, 64) | {"moe_intermediate_size": 1536},
 }

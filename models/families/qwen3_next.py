@@ -1,10 +1,6 @@
 """Qwen3-Next (Qwen Team 2025): the gated delta rule in three layers of four, gated attention in the fourth, experts."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.delta_config import QwenDeltaConfig
 from megacore.models.experts_config import SparseConfig
@@ -14,15 +10,11 @@ from megacore.models.weight_rows import STATE_QKV, STATE_VALUES, Rows, Table
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3NextConfig(SparseConfig, QwenDeltaConfig):
-    family: ClassVar[str] = "qwen3_next"
-    architecture: ClassVar[str] = "Qwen3NextForCausalLM"
-    defaults: ClassVar[Mapping[str, Any]] = QwenDeltaConfig.defaults
-    harmless: ClassVar[frozenset[str]] = SparseConfig.harmless | {"use_sliding_window"}
-    axes: ClassVar[Mapping[str, str]] = {
-        **QwenDeltaConfig.axes,
-        **SparseConfig.axes,
-        "shared_mlp": "shared_expert_intermediate_size",
-    }
+    family = "qwen3_next"
+    architecture = "Qwen3NextForCausalLM"
+    defaults = QwenDeltaConfig.defaults
+    harmless = SparseConfig.harmless | {"use_sliding_window"}
+    axes = {**QwenDeltaConfig.axes, **SparseConfig.axes, "shared_mlp": "shared_expert_intermediate_size"}
 
     moe_intermediate_size: int = 512
     shared_expert_intermediate_size: int = 512
@@ -50,7 +42,7 @@ _EACH = {
     **rope(1e7, partial_rotary_factor=0.25),
 }
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "qwen3_next-tiny": _EACH
     | tiny(head_dim=16, moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts_per_tok=4)
     | STATES

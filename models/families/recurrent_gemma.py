@@ -1,12 +1,9 @@
 """RecurrentGemma 2B and 9B (Griffin, De et al. 2024, arXiv 2402.19427, 2404.07839): linear recurrences in two layers of
 three, and in the third attention to a window."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import LINEAR, SLIDING, Anatomy, by_kind
 from megacore.models.config import above_zero
@@ -21,20 +18,18 @@ _KINDS = {"recurrent": LINEAR, "attention": SLIDING}
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentGemmaConfig(LayerTypesConfig):
-    family: ClassVar[str] = "recurrent_gemma"
-    architecture: ClassVar[str] = "RecurrentGemmaForCausalLM"
-    other: ClassVar[str] = LINEAR
-    more: ClassVar[tuple[str, ...]] = (SLIDING,)
-    derived: ClassVar[frozenset[str]] = frozenset(
-        {"head_dim", "initializer_range", "layer_types", "max_position_embeddings"}
-    )
-    harmless: ClassVar[frozenset[str]] = frozenset({"final_w_init_variance_scale", "w_init_variance_scale"})
-    fixed: ClassVar[Mapping[str, Any]] = {"embeddings_scale_by_sqrt_dim": True}
-    saved: ClassVar[Mapping[str, str]] = {
+    family = "recurrent_gemma"
+    architecture = "RecurrentGemmaForCausalLM"
+    other = LINEAR
+    more = (SLIDING,)
+    derived = frozenset({"head_dim", "initializer_range", "layer_types", "max_position_embeddings"})
+    harmless = frozenset({"final_w_init_variance_scale", "w_init_variance_scale"})
+    fixed = {"embeddings_scale_by_sqrt_dim": True}
+    saved = {
         "hidden_act": "hidden_activation",
         "sliding_window": "attention_window_size",
     }
-    axes: ClassVar[Mapping[str, str]] = {
+    axes = {
         **DecoderConfig.axes,
         "mlp": "features",
         "state_heads": "num_attention_heads",
@@ -42,11 +37,13 @@ class RecurrentGemmaConfig(LayerTypesConfig):
         "state_given": "channels",
         "taps": "conv1d_width",
     }
-    rope_convention: ClassVar[Convention] = Convention(partial_rotary_factor=0.5)
-    parts: ClassVar[Mapping[str, str]] = around("temporal_pre_norm", "channel_pre_norm")
-    last_norm: ClassVar[str] = "model.final_norm"
-    constants: ClassVar[Mapping[str, Any]] = {"norm_offset": 1.0}
-    told: ClassVar[Mapping[str, str]] = {"logit_softcap": "logits_soft_cap"}
+    rope_convention = Convention(partial_rotary_factor=0.5)
+    parts = around("temporal_pre_norm", "channel_pre_norm")
+    last_norm = "model.final_norm"
+    constants = {"norm_offset": 1.0}
+    told = {"logit_softcap": "logits_soft_cap"}
+    network_rows = ("mlp_block.{gate,up}_proj", "mlp_block.down_proj")
+    mlp_bias = True
 
     hidden_act: str = "gelu_pytorch_tanh"
     rms_norm_eps: float = 1e-6
@@ -90,9 +87,6 @@ class RecurrentGemmaConfig(LayerTypesConfig):
         recurrent = in_layers(self.layers_of(LINEAR), t.recurrent_unit("temporal_block"))
         return recurrent + in_layers(self.layers_of(SLIDING), attention)
 
-    def network(self, t: Table) -> Rows:
-        return t.gated_mlp("mlp_block.{gate,up}_proj", "mlp_block.down_proj", bias=True)
-
     def problems(self) -> list[str]:
         found = super().problems() + above_zero(self, "logits_soft_cap")
         if self.sliding_window < 1:
@@ -111,7 +105,7 @@ class RecurrentGemmaConfig(LayerTypesConfig):
 
 _EACH = {"vocab_size": 256000, "num_key_value_heads": 1}
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "recurrent_gemma-tiny": {
         name: value for name, value in tiny(attention_window_size=128).items() if name != "max_position_embeddings"
     },

@@ -1,10 +1,6 @@
 """SmolLM3 (Hugging Face 2025): LLaMA of which some layers do not rotate (Yang et al. 2025, arXiv 2501.18795)."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
 
 from megacore.models.anatomy import SLIDING, Anatomy
 from megacore.models.layer_types import RotatingConfig, WindowedConfig
@@ -14,11 +10,11 @@ from megacore.models.rope_config import Convention
 
 @dataclass(frozen=True, kw_only=True)
 class SmolLM3Config(RotatingConfig, WindowedConfig):
-    family: ClassVar[str] = "smollm3"
-    architecture: ClassVar[str] = "SmolLM3ForCausalLM"
-    harmless: ClassVar[frozenset[str]] = frozenset({"max_window_layers", "pretraining_tp"})
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4}
-    rope_convention: ClassVar[Convention] = Convention(rope_theta=2e6)
+    family = "smollm3"
+    architecture = "SmolLM3ForCausalLM"
+    harmless = frozenset({"max_window_layers", "pretraining_tp"})
+    defaults = {"num_key_value_heads": 4}
+    rope_convention = Convention(rope_theta=2e6)
 
     rms_norm_eps: float = 1e-6
     pad_token_id: int | None = 128004
@@ -44,7 +40,7 @@ class SmolLM3Config(RotatingConfig, WindowedConfig):
         return found
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "smollm3-tiny": tiny(pad_token_id=None),
     "smollm3-3b": shape(2048, 11008, 36, 16)
     | {"vocab_size": 128256, "num_key_value_heads": 4, "max_position_embeddings": 65536}

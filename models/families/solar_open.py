@@ -1,10 +1,6 @@
 """Solar Open 100B (Upstage 2025): experts in every layer, chosen as DeepSeek-V3's are."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from megacore.models.experts_config import SigmoidConfig
 from megacore.models.presets import EXPERTS, tiny
@@ -14,15 +10,15 @@ from megacore.models.weight_rows import Rows, Table
 
 @dataclass(frozen=True, kw_only=True)
 class SolarOpenConfig(SigmoidConfig):
-    family: ClassVar[str] = "solar_open"
-    architecture: ClassVar[str] = "SolarOpenForCausalLM"
-    fixed: ClassVar[Mapping[str, Any]] = {"first_k_dense_replace": 0, "use_qk_norm": False}
+    family = "solar_open"
+    architecture = "SolarOpenForCausalLM"
+    fixed = {"first_k_dense_replace": 0, "use_qk_norm": False}
     # No layer is without experts: the size of such a network is of nothing.
-    derived: ClassVar[frozenset[str]] = frozenset({"intermediate_size"})
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "head_dim": 128}
-    axes: ClassVar[Mapping[str, str]] = {axis: name for axis, name in SigmoidConfig.axes.items() if axis != "mlp"}
-    rope_convention: ClassVar[Convention] = Convention(rope_theta=1e6)
-    out_bias: ClassVar[bool] = False
+    derived = frozenset({"intermediate_size"})
+    defaults = {"num_key_value_heads": 8, "head_dim": 128}
+    axes = {axis: name for axis, name in SigmoidConfig.axes.items() if axis != "mlp"}
+    rope_convention = Convention(rope_theta=1e6)
+    out_bias = False
 
     intermediate_size: int = 0
     rms_norm_eps: float = 1e-5
@@ -38,4 +34,4 @@ class SolarOpenConfig(SigmoidConfig):
         return self.experts(t)
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {"solar_open-tiny": tiny(0, head_dim=16) | EXPERTS}
+PRESETS = {"solar_open-tiny": tiny(0, head_dim=16) | EXPERTS}

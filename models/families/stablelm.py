@@ -1,11 +1,7 @@
 """StableLM-3B-4E1T, StableLM-2 (Bellagente et al. 2024, arXiv 2402.17834): LLaMA with LayerNorm, of which a quarter of
 each head turns; the branches may stand side by side, and each head may have a norm of its own."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
 
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.presets import shape, tiny
@@ -16,18 +12,18 @@ from megacore.parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class StableLmConfig(DecoderConfig):
-    family: ClassVar[str] = "stablelm"
-    architecture: ClassVar[str] = "StableLmForCausalLM"
-    eps: ClassVar[str] = "layer_norm_eps"
+    family = "stablelm"
+    architecture = "StableLmForCausalLM"
+    eps = "layer_norm_eps"
     # The class drops elements of one branch, and not of the other.
-    fixed: ClassVar[Mapping[str, Any]] = {"hidden_dropout": 0.0}
-    derived: ClassVar[frozenset[str]] = frozenset({"head_dim"})
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 32}
-    rope_convention: ClassVar[Convention] = Convention(partial_rotary_factor=0.25, pairs=True)
-    norm_bias: ClassVar[bool] = True
-    out_bias: ClassVar[bool] = False
-    constants: ClassVar[Mapping[str, Any]] = {"norm": "layer"}
-    told: ClassVar[Mapping[str, str]] = {"parallel": "use_parallel_residual"}
+    fixed = {"hidden_dropout": 0.0}
+    derived = frozenset({"head_dim"})
+    defaults = {"num_key_value_heads": 32}
+    rope_convention = Convention(partial_rotary_factor=0.25, pairs=True)
+    norm_bias = True
+    out_bias = False
+    constants = {"norm": "layer"}
+    told = {"parallel": "use_parallel_residual"}
 
     layer_norm_eps: float = 1e-5
     use_qkv_bias: bool = False
@@ -47,11 +43,10 @@ class StableLmConfig(DecoderConfig):
 
 _STABLELM2 = {"vocab_size": 100352, "max_position_embeddings": 4096}
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "stablelm-tiny": tiny(),
     "stablelm-3b-4e1t": shape(2560, 6912, 32, 32) | {"vocab_size": 50304, "max_position_embeddings": 4096},
     "stablelm-2-1.6b": _STABLELM2 | shape(2048, 5632, 24, 32) | {"use_qkv_bias": True},
     "stablelm-2-12b": _STABLELM2
-    | shape(5120, 13824, 40, 32)
-    | {"num_key_value_heads": 8, "qk_layernorm": True, "use_parallel_residual": True},
+    | shape(5120, 13824, 40, 32, num_key_value_heads=8, qk_layernorm=True, use_parallel_residual=True),
 }

@@ -1,27 +1,24 @@
 """XGLM 564M to 7.5B (Lin et al. 2021, arXiv 2112.10668): positions that are sinusoids, and scaled embeddings."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import Anatomy, Sinusoids
 from megacore.models.learned_positions import NoRopeConfig
 from megacore.models.presets import shape
-from megacore.models.weight_rows import QKV_EACH, Rows, Table, around
+from megacore.models.weight_rows import QKV_EACH, around
 
 
 @dataclass(frozen=True, kw_only=True)
 class XglmConfig(NoRopeConfig):
-    family: ClassVar[str] = "xglm"
-    architecture: ClassVar[str] = "XGLMForCausalLM"
-    eps: ClassVar[str] = "norm_eps"
-    norm_eps: ClassVar[float] = 1e-5
+    family = "xglm"
+    architecture = "XGLMForCausalLM"
+    eps = "norm_eps"
+    norm_eps = 1e-5
     # Of texts that another model has read.
-    harmless: ClassVar[frozenset[str]] = frozenset({"decoder_start_token_id"})
-    fixed: ClassVar[Mapping[str, Any]] = {"activation_dropout": 0.0, "add_cross_attention": False, "layerdrop": 0.0}
-    saved: ClassVar[Mapping[str, str]] = {
+    harmless = frozenset({"decoder_start_token_id"})
+    fixed = {"activation_dropout": 0.0, "add_cross_attention": False, "layerdrop": 0.0}
+    saved = {
         "hidden_act": "activation_function",
         "hidden_size": "d_model",
         "initializer_range": "init_std",
@@ -29,12 +26,16 @@ class XglmConfig(NoRopeConfig):
         "num_attention_heads": "attention_heads",
         "num_hidden_layers": "num_layers",
     }
-    ignored: ClassVar[tuple[str, ...]] = ("model.embed_positions.weights",)
-    last_norm: ClassVar[str] = "model.layer_norm"
-    norm_bias: ClassVar[bool] = True
-    constants: ClassVar[Mapping[str, Any]] = {"position_offset": 2}
-    told: ClassVar[Mapping[str, str]] = dict.fromkeys(("branch_dropout", "embedding_dropout"), "dropout")
-    parts: ClassVar[Mapping[str, str]] = around("self_attn_layer_norm", "final_layer_norm")
+    ignored = ("model.embed_positions.weights",)
+    last_norm = "model.layer_norm"
+    norm_bias = True
+    constants = {"position_offset": 2}
+    told = dict.fromkeys(("branch_dropout", "embedding_dropout"), "dropout")
+    parts = around("self_attn_layer_norm", "final_layer_norm")
+    attention_rows = {"out": "self_attn.out_proj", "here": QKV_EACH}
+    network_rows = ("fc1", "fc2")
+    attention_bias = mlp_bias = True
+    gated_network = False
 
     hidden_act: str = "gelu"
     pad_token_id: int | None = 1
@@ -50,12 +51,6 @@ class XglmConfig(NoRopeConfig):
         waves = Sinusoids(self.hidden_size // 2 - 1, none=self.pad_token_id)  # whose row is another position's, too
         return self.anatomy_of(embedding_scale=scale, sinusoids=waves)
 
-    def mixer(self, t: Table) -> Rows:
-        return t.attention(out="self_attn.out_proj", here=QKV_EACH, bias=True, out_bias=True)
-
-    def network(self, t: Table) -> Rows:
-        return t.plain_mlp("fc1", "fc2", bias=True)
-
     def problems(self) -> list[str]:
         found = super().problems()
         if self.hidden_size < 4:
@@ -70,7 +65,7 @@ def _shape(hidden: int, mlp: int, layers: int, vocab: int = 256008) -> dict[str,
     return {XglmConfig.saved.get(name, name): size for name, size in sizes.items()} | {"vocab_size": vocab}
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "xglm-tiny": _shape(64, 256, 4, 512) | {"max_position_embeddings": 512},
     "xglm-564m": _shape(1024, 4096, 24),
     "xglm-1.7b": _shape(2048, 8192, 24),

@@ -1,10 +1,7 @@
 """Youtu-LLM 2B (Tencent 2025, arXiv 2512.24618): latent attention, and no experts."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.latent_config import LatentConfig
 from megacore.models.presets import rope, shape, tiny_latent
@@ -12,10 +9,10 @@ from megacore.models.presets import rope, shape, tiny_latent
 
 @dataclass(frozen=True, kw_only=True)
 class YoutuConfig(LatentConfig):
-    family: ClassVar[str] = "youtu"
-    architecture: ClassVar[str] = "YoutuForCausalLM"
-    harmless: ClassVar[frozenset[str]] = frozenset({"embedding_initializer_range"})
-    fixed: ClassVar[Mapping[str, Any]] = {"mlp_bias": False}
+    family = "youtu"
+    architecture = "YoutuForCausalLM"
+    harmless = frozenset({"embedding_initializer_range"})
+    fixed = {"mlp_bias": False}
 
     tie_word_embeddings: bool = True
     rope_interleave: bool = True
@@ -27,7 +24,7 @@ class YoutuConfig(LatentConfig):
         return super()._derive(values)
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "youtu-tiny": tiny_latent(),
     "youtu-llm-2b": shape(2048, 6144, 32, 16) | {"vocab_size": 128256, "max_position_embeddings": 131072} | rope(1.6e6),
 }

@@ -1,12 +1,10 @@
 """Zamba2 (Zyphra 2024, arXiv 2411.15242): state spaces (Mamba-2), and in front of some a block that several layers
 share, with adapters for each use."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.models.anatomy import FULL, LINEAR, Anatomy, LayerAttention
 from megacore.models.config import positive
@@ -21,15 +19,13 @@ _EACH_A = "(q: adapter + k: adapter + v: adapter)"
 
 @dataclass(frozen=True, kw_only=True)
 class Zamba2Config(StateSpaceConfig):
-    family: ClassVar[str] = "zamba2"
-    architecture: ClassVar[str] = "Zamba2ForCausalLM"
-    more: ClassVar[tuple[str, ...]] = (HYBRID,)
-    derived: ClassVar[frozenset[str]] = frozenset(
-        {"attention_bias", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit"}
-    )
-    reads: ClassVar[frozenset[str]] = frozenset({"attention_hidden_size", "hybrid_layer_ids"})
+    family = "zamba2"
+    architecture = "Zamba2ForCausalLM"
+    more = (HYBRID,)
+    derived = frozenset({"attention_bias", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit"})
+    reads = frozenset({"attention_hidden_size", "hybrid_layer_ids"})
     # Of kernels, initial values and generating; sizes that follow from others; what transformers' class never asks for.
-    harmless: ClassVar[frozenset[str]] = frozenset(
+    harmless = frozenset(
         {
             "chunk_size", "ffn_hidden_size", "kv_channels", "num_logits_to_keep", "num_query_groups", "time_step_floor",
             "time_step_max", "use_conv_bias", "use_mamba_kernels", "use_mem_eff_path", "use_shared_attention_lora",
@@ -37,20 +33,18 @@ class Zamba2Config(StateSpaceConfig):
         }
     )  # fmt: skip
     # Where embedding and head are not tied, transformers' class ties no blocks either.
-    fixed: ClassVar[Mapping[str, Any]] = {"tie_word_embeddings": True, "use_long_context": False}
-    saved: ClassVar[Mapping[str, str]] = {
+    fixed = {"tie_word_embeddings": True, "use_long_context": False}
+    saved = {
         "head_dim": "attention_head_dim",
         "layer_types": "layers_block_type",
         "mamba_d_head": "mamba_headdim",
         "mamba_n_heads": "n_mamba_heads",
         "mamba_n_groups": "mamba_ngroups",
     }
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "layer_types": [HYBRID if layer in (*range(6, 43, 6), 47, 51) else LINEAR for layer in range(54)]
-    }
-    axes: ClassVar[Mapping[str, str]] = {**StateSpaceConfig.axes, "adapter": "adapter_rank", "turned": "hidden_size"}
-    last_norm: ClassVar[str] = "model.final_layernorm"
-    constants: ClassVar[Mapping[str, Any]] = {"mixer_activation": "silu", "delta_norm_eps": 1e-5}
+    defaults = {"layer_types": [HYBRID if layer in (*range(6, 43, 6), 47, 51) else LINEAR for layer in range(54)]}
+    axes = {**StateSpaceConfig.axes, "adapter": "adapter_rank", "turned": "hidden_size"}
+    last_norm = "model.final_layernorm"
+    constants = {"mixer_activation": "silu", "delta_norm_eps": 1e-5}
 
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = True
@@ -168,11 +162,10 @@ def _types(layers: int, *hybrid: int) -> dict[str, Any]:
     return {"layers_block_type": [HYBRID if layer in hybrid else LINEAR for layer in range(layers)]}
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS = {
     "zamba2-tiny": tiny(layers=5, n_mamba_heads=8, mamba_d_state=16, num_mem_blocks=2, adapter_rank=4)
     | _types(5, 1, 2, 4),
     "zamba2-1.2b": _EACH
-    | shape(2048, 8192, 38, 32)
-    | {"mamba_d_state": 128, "use_mem_rope": True, "use_shared_attention_adapter": True}
+    | shape(2048, 8192, 38, 32, mamba_d_state=128, use_mem_rope=True, use_shared_attention_adapter=True)
     | _types(38, *range(5, 36, 6)),
 }
