@@ -16,9 +16,7 @@ experts are in bf16 always, so it takes no part in fp32.
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
 import os
 import statistics
 import sys
@@ -34,6 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor, nn
 
+from benchmarks import results
+from benchmarks.results import over
 from benchmarks.steps import DTYPES
 from benchmarks.workload import HEAP
 from megacore.models.blocks import Activation
@@ -233,11 +233,6 @@ def measure(shape: Shape, dtype: torch.dtype, tokens: int, rounds: int) -> dict[
     return found
 
 
-def over(times: list[float], others: list[float]) -> float:
-    """The median of the ratios of the rounds."""
-    return statistics.median(a / b for a, b in zip(times, others, strict=True))
-
-
 def report(shape: Shape, dtype: str, found: Mapping[str, list[float]]) -> dict[str, object]:
     print(f"\n{shape}, {dtype}: ms forward and backward, x dense, ours over it")
     for name, times in found.items():
@@ -252,22 +247,20 @@ def report(shape: Shape, dtype: str, found: Mapping[str, list[float]]) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--json", type=Path, help="where the results are written")
     arguments = parser.parse_args()
     if not HEAP.keys() <= os.environ.keys():  # glibc reads them when a process starts
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **HEAP, "OMP_NUM_THREADS": "1"})
     torch.set_num_threads(1)
-    results = [
+    reports = [
         report(shape, name, measure(shape, DTYPES[name], arguments.tokens, arguments.rounds))
         for name in arguments.dtypes
         for shape in SHAPES
     ]
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    results.write(reports, arguments.json)
 
 
 if __name__ == "__main__":

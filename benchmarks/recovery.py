@@ -44,7 +44,7 @@ import numpy as np
 import yaml
 from safetensors.numpy import load_file
 
-from benchmarks import environments
+from benchmarks import environments, results
 from benchmarks.interleaved import free_port
 from benchmarks.processes import family
 from megacore.config import Config
@@ -499,9 +499,8 @@ def run_one(folder: Path, way: str, pythons: Mapping[str, Path], steps: int, fau
         (folder / ENDED).write_text(str(error))
         return
     shutil.copy(run.weights(), folder / FINAL)
-    for path in (run.out / "incidents.jsonl",):
-        if path.exists():
-            shutil.copy(path, folder)
+    if (incidents := run.out / "incidents.jsonl").exists():
+        shutil.copy(incidents, folder)
     shutil.rmtree(run.out)
     (folder / COST).write_text(json.dumps(asdict(cost), indent=1))
 
@@ -559,7 +558,7 @@ class WayCosts:
         )
 
 
-HEADS = ("way", "faults", "pause", "rank", "node", "lead", "all on", "twice", "lost", "goodput", "away")
+NUMBERS = ("faults", "pause", "rank", "node", "lead", "all on", "twice", "lost", "goodput", "away")
 
 
 def _seconds(given: Sequence[float]) -> str:
@@ -574,10 +573,9 @@ def table(ways: Sequence[WayCosts], ended: Sequence[tuple[str, ...]]) -> str:
         ended: (way, number, what has ended it) of runs that have none.
     """
     without = [each for each in dict.fromkeys(way for way, *_ in ended) if each not in {way.way for way in ways}]
-    rows = [HEADS, ("---",) + ("---:",) * (len(HEADS) - 1), *(way.row() for way in ways)]
-    rows += [(way, *("-",) * (len(HEADS) - 1)) for way in without]
+    rows = [*(way.row() for way in ways), *((way, *("-" for _ in NUMBERS)) for way in without)]
     told = [f"{way}, round {number}, has not come to its end: {why}" for way, number, why in ended]
-    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", *told])
+    return "\n".join([results.table(("way", *(f"{each}:" for each in NUMBERS)), rows), "", *told])
 
 
 def run_name(way: str, number: int | str) -> str:

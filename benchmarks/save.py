@@ -10,8 +10,6 @@ synced: what is done is on the disk. The first round is shown apart: it makes th
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 import statistics
@@ -21,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +30,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from benchmarks import results
 from megacore import checkpoints
 from megacore.config import CheckpointConfig
 from megacore.control import Control
@@ -281,10 +281,7 @@ def measure(run: Run, ways: Mapping[str, Way], rounds: int, folder: Path) -> dic
 
 def table(saves: Mapping[str, Sequence[Save]]) -> str:
     """Markdown; medians of all rounds but the first."""
-    lines = [
-        "| | first pause, s | pause, s | steps meanwhile | done after, s | lost in all, s |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
+    rows = []
     for name, (first, *rest) in saves.items():
         later = rest or [first]
 
@@ -292,20 +289,18 @@ def table(saves: Mapping[str, Sequence[Save]]) -> str:
             return statistics.median(map(of, later))
 
         slower = f"{median(lambda s: s.slower):.2f}x" if any(s.during for s in later) else ""
-        lines.append(
-            f"| {name} | {first.pause:.2f} | {median(lambda s: s.pause):.2f} | {slower} | "
-            f"{median(lambda s: s.done):.2f} | {median(lambda s: s.lost):.2f} |"
-        )
-    return "\n".join(lines)
+        pause, done, lost = (f"{median(attrgetter(what)):.2f}" for what in ("pause", "done", "lost"))
+        rows.append((name, f"{first.pause:.2f}", pause, slower, done, lost))
+    head = ("", "first pause, s:", "pause, s:", "steps meanwhile:", "done after, s:", "lost in all, s:")
+    return results.table(head, rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="full")
     parser.add_argument("--rounds", type=int, default=5, help="saves of each kind, the first apart (5)")
     parser.add_argument("--threads", type=int, help="of each process (the cores, shared out)")
     parser.add_argument("--folder", type=Path, help="where there is room for the state (/tmp)")
-    parser.add_argument("--json", type=Path, help="where the results are written")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="save-", dir=arguments.folder) as scratch:
         if "RANK" in os.environ:
@@ -324,10 +319,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if run.mesh.rank == 0:
             step = statistics.median(save.undisturbed for found in saves.values() for save in found)
             print(f"\n{size / 1e9:.2f} GB, {run.mesh.shape.world} processes, steps of {step:.2f} s\n\n{table(saves)}")
-            if arguments.json:
-                arguments.json.parent.mkdir(parents=True, exist_ok=True)
-                report = {name: [asdict(save) for save in found] for name, found in saves.items()}
-                arguments.json.write_text(json.dumps({"bytes": size, "saves": report}, indent=2) + "\n")
+            report = {name: [asdict(save) for save in found] for name, found in saves.items()}
+            results.write({"bytes": size, "saves": report}, arguments.json)
         dist.barrier()
         dist.destroy_process_group()
     return 0

@@ -7,7 +7,6 @@ Corpora have a real index and a sparse file of tokens. Each measurement is a pro
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -27,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from benchmarks import processes
+from benchmarks import processes, results
 from megacore.data.indexed import HEADER, MAGIC, VERSION
 from megacore.models.registry import configure
 from megacore.models.stages import layout_of
@@ -345,27 +344,25 @@ def _json_of(command: Sequence[str]) -> Any:
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = ["| | small | large | bar | |", "|---|---:|---:|---:|---|"]
+    shown = []
     for row in rows:
         bar = "" if row.bar is None else f"{'>=' if row.least else '<='} {row.bar:,g}"
         met = {None: "", True: "met", False: "MISSED"}[row.met]
-        lines.append(f"| {row.what}, {row.unit} | {row.small:,.3g} | {row.large:,.3g} | {bar} | {met} |")
-    return "\n".join(lines)
+        shown.append((f"{row.what}, {row.unit}", f"{row.small:,.3g}", f"{row.large:,.3g}", bar, met))
+    return results.table(("", "small:", "large:", "bar:", ""), shown)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if every bar is met."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--sections", nargs="+", choices=tuple(SECTIONS), default=tuple(SECTIONS))
-    parser.add_argument("--json", type=Path, help="where the results are written")
     arguments = parser.parse_args(argv)
     rows = list[Row]()
     with tempfile.TemporaryDirectory(prefix="scale-") as folder:
         for name in arguments.sections:
             rows += SECTIONS[name](Path(folder))
     print(table(rows))
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    results.write([asdict(row) for row in rows], arguments.json)
     return int(any(row.met is False for row in rows))
 
 
