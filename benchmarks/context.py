@@ -45,7 +45,7 @@ from torch import Tensor
 from benchmarks import results
 from benchmarks.interleaved import free_port
 from benchmarks.steps import DTYPES, LR
-from benchmarks.workload import HEAP
+from benchmarks.workload import HEAP, llama
 from megacore.models.assemble import Model
 from megacore.models.decoder import Microbatch
 from megacore.models.registry import configure
@@ -67,16 +67,7 @@ from megacore.training.states.optimizer import Optimizer
 from megacore.training.step import TrainStep
 
 HEADS, KV, HEAD, VOCAB = 8, 4, 64, 4096
-MODEL = {
-    "family": "llama",
-    "vocab_size": VOCAB,
-    "hidden_size": HEADS * HEAD,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV,
-    "intermediate_size": 1376,
-    "rms_norm_eps": 1e-5,
-}
+MODEL = {"family": "llama", **llama(vocab=VOCAB, hidden=HEADS * HEAD, layers=2, heads=HEADS, kv=KV, mlp=1376)}
 PACKED = 16
 """Documents in the packed cases."""
 PICOTRON_MOST = 8192
@@ -384,14 +375,13 @@ class Measured:
 
 
 def measure(processes: Processes, case: Case, rounds: int, peers: Mapping[str, Path]) -> Measured:
-    ways = case.ways(peers)
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
     sent = dict[str, int]()
-    for turn in range(rounds + 1):
-        for way in ways:
-            took, sent[way] = processes.run(case, way)
-            if turn:  # the first is to warm up
-                seconds[way].append(took)
+
+    def run(way: str) -> float:
+        took, sent[way] = processes.run(case, way)
+        return took
+
+    seconds = results.in_turns({way: partial(run, way) for way in case.ways(peers)}, rounds)
     return Measured(case, seconds, sent)
 
 

@@ -222,15 +222,8 @@ def measure(shape: Shape, dtype: torch.dtype, tokens: int, rounds: int) -> dict[
     """{layer: seconds of each round}."""
     generator = torch.Generator().manual_seed(1)
     x, dy = (torch.randn(tokens, EMBED, generator=generator).to(dtype) for _ in range(2))
-    made = layers(shape, dtype, x)
-    for layer in made.values():
-        for _ in range(3):
-            seconds(layer, x, dy)
-    found: dict[str, list[float]] = {name: [] for name in made}
-    for _ in range(rounds):
-        for name, layer in made.items():
-            found[name].append(seconds(layer, x, dy))
-    return found
+    ways = {name: partial(seconds, layer, x, dy) for name, layer in layers(shape, dtype, x).items()}
+    return results.in_turns(ways, rounds, warm_up=3)
 
 
 def report(shape: Shape, dtype: str, found: Mapping[str, list[float]]) -> dict[str, object]:

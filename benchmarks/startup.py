@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -94,13 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of all cases (5)")
     parser.add_argument("--root", type=Path, default=ROOT, metavar="FOLDER", help="the checkout that is started")
     arguments = parser.parse_args(argv)
-    times: dict[str, list[float]] = {case: [] for case in CASES}
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         data = corpus(folder / "data")
-        for _ in range(arguments.rounds):
-            for case, taken in times.items():
-                taken.append(seconds(case, arguments.root.resolve(), data, folder))
+        ways = {case: partial(seconds, case, arguments.root.resolve(), data, folder) for case in CASES}
+        times = results.in_turns(ways, arguments.rounds, warm_up=0)
     rows = [
         (case, f"{statistics.median(taken):.2f}", f"{min(taken):.2f} .. {max(taken):.2f}")
         for case, taken in times.items()
