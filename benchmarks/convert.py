@@ -358,18 +358,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="where there is room for eight times the size (/tmp)")
     parser.add_argument("--no-peers", action="store_true", help="only the copy and this project")
     parser.add_argument("--no-double", action="store_true", help="leave out the memory for twice the size")
-    parser.add_argument("--python", nargs="+", default=[], metavar="NAME=PATH", help="an environment's interpreter")
-    parser.add_argument("--setup", action="store_true", help="make the environments of the peers and stop")
+    environments.add_options(parser)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if every bar is met and the export is the source bit for bit."""
     arguments = parse(argv)
-    if arguments.setup:
-        environments.set_up()
-        return 0
-    pythons = environments.find({name: Path(path) for name, _, path in (s.partition("=") for s in arguments.python)})
+    pythons = environments.ready(arguments)
     with tempfile.TemporaryDirectory(prefix="convert-", dir=arguments.folder) as scratch:
         once, twice = Path(scratch, "once"), Path(scratch, "twice")
         size, experts, meshes = int(arguments.size * GIB), None, DENSE_MESHES

@@ -134,7 +134,7 @@ def strangers(rows: Sequence[Row]) -> list[str]:
 def main() -> None:
     arguments = interleaved.parser(__doc__).parse_args()
     machine = interleaved.ready(arguments)
-    modes = interleaved.available(MODES, machine.peers, machine.pythons, arguments.shape, arguments.only)
+    modes = interleaved.available(MODES, machine, arguments)
     report = interleaved.heading(arguments)
     job = Job(arguments.shape, "bf16", arguments.warm_up, arguments.steps)
     bases = baselines(machine, modes, job)

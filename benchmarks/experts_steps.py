@@ -48,10 +48,9 @@ def main() -> None:
     parser.set_defaults(shape="mixtral")
     arguments = parser.parse_args()
     machine = interleaved.ready(arguments)
-    reports = {}
+    reports, modes = {}, interleaved.available(MODES, machine, arguments)
     for dtype in arguments.dtypes:
         job = Job(arguments.shape, dtype, arguments.warm_up, arguments.steps)
-        modes = [mode for mode in MODES if not arguments.only or any(word in mode.name for word in arguments.only)]
         rows = interleaved.measure(machine, modes, job, arguments.rounds, "", len(MODES))
         reports[dtype] = report(dtype, rows)
     print(f"\n{workload.WORKLOADS[arguments.shape].tokens} tokens a step. {interleaved.differences(MODES)}")

@@ -9,7 +9,6 @@ import platform
 import socket
 import statistics
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -222,19 +221,17 @@ def anchor_line(rows: Sequence[Row], anchor: str) -> str:
     return f"anchor ({anchor}), median of each run in order: " + ", ".join(f"{s:.2f}" for s in row.medians) + " s"
 
 
-def available(
-    modes: Sequence[Mode], peers: Path, pythons: Mapping[str, Path], shape: str, only: Sequence[str] | None
-) -> list[Mode]:
-    """The modes that can be run here; each that cannot is named with the reason."""
-    chosen = []
+def available(modes: Sequence[Mode], machine: Machine, arguments: argparse.Namespace) -> list[Mode]:
+    """The modes that are asked for and can be run here; each that cannot is named with the reason."""
+    chosen, only, peers = [], arguments.only, machine.peers
     for mode in modes:
         if only and not any(word.lower() in mode.name.lower() for word in only):
             continue
         if not mode.here and not (peers / mode.script).exists():
             print(f"skipped: {mode.name}: there is no {mode.script} in {peers}")
-        elif not mode.here and shape != "full":
+        elif not mode.here and arguments.shape != "full":
             print(f"skipped: {mode.name}: {mode.script} knows the full shape alone")
-        elif mode.environment not in pythons:
+        elif mode.environment not in machine.pythons:
             print(f"skipped: {mode.name}: no environment {mode.environment!r} (--setup makes it, --python names it)")
         else:
             chosen.append(mode)
@@ -251,8 +248,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--anchor-every", type=int, default=5, help="runs between runs of the anchor")
     made.add_argument("--only", nargs="+", metavar="WORD", help="modes whose name has one of these words")
     made.add_argument("--peers", type=Path, default=PEERS, help="folder of their scripts")
-    made.add_argument("--python", nargs="+", default=[], metavar="NAME=PATH", help="an environment's interpreter")
-    made.add_argument("--setup", action="store_true", help="make the environments of the peers and stop")
+    environments.add_options(made)
     made.add_argument(
         "--malloc",
         choices=("heap", "default"),
@@ -264,14 +260,11 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 def ready(arguments: argparse.Namespace) -> Machine:
     """The machine that the options tell of; with `--setup`, its environments are made and that is all."""
-    if arguments.setup:
-        environments.set_up()
-        sys.exit()
+    pythons = environments.ready(arguments)
     if arguments.rounds * arguments.steps < 6 or arguments.warm_up < 2:
         print("note: fewer than 6 counted or 2 warm-up steps: good for a look, not for a record")
-    given = {name: Path(path) for name, path in (pair.split("=", 1) for pair in arguments.python)}
     heap = workload.HEAP if arguments.malloc == "heap" else {}
-    return Machine(environments.find(given), arguments.peers, heap)
+    return Machine(pythons, arguments.peers, heap)
 
 
 def heading(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def main() -> None:
     arguments = parser.parse_args()
     machine = interleaved.ready(arguments)
     work = workload.WORKLOADS[arguments.shape]
-    modes = interleaved.available((*OURS, *PEERS), machine.peers, machine.pythons, arguments.shape, arguments.only)
+    modes = interleaved.available((*OURS, *PEERS), machine, arguments)
     report = interleaved.heading(arguments)
     for dtype in arguments.dtypes:
         job = Job(arguments.shape, dtype, arguments.warm_up, arguments.steps)
