@@ -13,16 +13,14 @@ a run does; transformers' has all in bf16. Its step in bf16 takes minutes withou
 
 from __future__ import annotations
 
-import statistics
-import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import interleaved, steps, workload
+from benchmarks import interleaved, results, steps, workload
 from benchmarks.interleaved import Group, Job, Machine, Mode, Row
 
 BAR = 1.3
@@ -39,20 +37,9 @@ INSTRUCTIONS: Mapping[str, Mapping[str, str]] = {
 """{name: what holds a process to the instructions}."""
 
 
-@dataclass(frozen=True)
-class Threads(Group):
-    """One process with so many threads."""
-
-    count: int = 1
-
-    @property
-    def threads(self) -> int:
-        return self.count
-
-
 def modes(threads: int, clock: str) -> list[tuple[Mode, str]]:
     """Each mode with its dtype."""
-    group = Threads("1 process", 1, threads)
+    group = Group("1 process", 1, threads)
     ours = Mode("megacore", group, "ours", "ours.py", "eager", options=("--clock", clock, "--masters"))
     peer = Mode(
         "transformers", group, "hf", "hugging_face.py", "alone", "logits are upcast to fp32", ("--clock", clock)
@@ -62,21 +49,16 @@ def modes(threads: int, clock: str) -> list[tuple[Mode, str]]:
 
 def table(rows: Mapping[tuple[str, int, str, str], Row]) -> str:
     """Markdown: medians of all counted steps; of both dtypes in a round, the median of their ratios."""
-    lines = [
-        "| instructions | threads | | bf16 s/step | fp32 s/step | bf16 / fp32 | GiB bf16, fp32 |",
-        "|---|---:|---|---:|---:|---:|---:|",
-    ]
+    head = ("instructions", "threads:", "", "bf16 s/step:", "fp32 s/step:", "bf16 / fp32:", "GiB bf16, fp32:")
+    shown = []
     for instructions, threads, name, dtype in rows:
         narrow, wide = (rows[instructions, threads, name, each] for each in ("bf16", "fp32"))
         if dtype == "fp32" or not narrow.runs or not wide.runs:
             continue
-        pairs = zip(narrow.runs, wide.runs, strict=False)
-        ratio = statistics.median(statistics.median(a) / statistics.median(b) for a, b in pairs)
-        lines.append(
-            f"| {instructions} | {threads} | {name} | {narrow.seconds:.2f} | {wide.seconds:.2f} | {ratio:.2f} | "
-            f"{narrow.gib:.2f}, {wide.gib:.2f} |"
-        )
-    return "\n".join(lines)
+        ratio, gib = results.over(narrow.medians, wide.medians), f"{narrow.gib:.2f}, {wide.gib:.2f}"
+        numbers = (f"{each:.2f}" for each in (narrow.seconds, wide.seconds, ratio))
+        shown.append((instructions, str(threads), name, *numbers, gib))
+    return results.table(head, shown)
 
 
 def main() -> None:
@@ -99,14 +81,10 @@ def main() -> None:
                         continue
                     job = Job(arguments.shape, dtype, arguments.warm_up, arguments.steps)
                     row = rows.setdefault((instructions, threads, mode.name, dtype), Row(mode))
-                    try:
-                        row.add(held.run(mode, replace(job, warm_up=0, steps=1) if slow else job))
-                    except (RuntimeError, subprocess.TimeoutExpired) as error:
-                        row.failure = str(error)[-300:]
-                    shown = row.failure or " ".join(f"{s:.2f}" for s in row.runs[-1])
-                    print(f"  {turn + 1}: {instructions} x{threads} {mode.name} {dtype}: {shown}", flush=True)
+                    what = f"{turn + 1}: {instructions} x{threads} {dtype}"
+                    row.take(held, replace(job, warm_up=0, steps=1) if slow else job, what)
     print(f"\n{table(rows)}\n\n{workload.WORKLOADS[arguments.shape].tokens} tokens a step. Bar: {BAR} for megacore.")
-    interleaved.write({" ".join(map(str, key)): row.summary() for key, row in rows.items()}, arguments.json)
+    results.write({" ".join(map(str, key)): row.summary() for key, row in rows.items()}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,7 @@ torch.cuda.synchronize is taken out. Neither knows documents.
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
 import multiprocessing
 import os
 import statistics
@@ -44,9 +42,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import results
 from benchmarks.interleaved import free_port
 from benchmarks.steps import DTYPES, LR
-from benchmarks.workload import HEAP
+from benchmarks.workload import HEAP, llama
 from megacore.models.assemble import Model
 from megacore.models.decoder import Microbatch
 from megacore.models.registry import configure
@@ -68,16 +67,7 @@ from megacore.training.states.optimizer import Optimizer
 from megacore.training.step import TrainStep
 
 HEADS, KV, HEAD, VOCAB = 8, 4, 64, 4096
-MODEL = {
-    "family": "llama",
-    "vocab_size": VOCAB,
-    "hidden_size": HEADS * HEAD,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV,
-    "intermediate_size": 1376,
-    "rms_norm_eps": 1e-5,
-}
+MODEL = {"family": "llama", **llama(vocab=VOCAB, hidden=HEADS * HEAD, layers=2, heads=HEADS, kv=KV, mlp=1376)}
 PACKED = 16
 """Documents in the packed cases."""
 PICOTRON_MOST = 8192
@@ -355,8 +345,7 @@ class Measured:
 
     def over(self, way: str, other: str) -> float:
         """The median of the ratios of the rounds."""
-        pairs = zip(self.seconds[way], self.seconds[other], strict=True)
-        return statistics.median(a / b for a, b in pairs)
+        return results.over(self.seconds[way], self.seconds[other])
 
     def bars(self) -> Iterator[tuple[str, float, bool]]:
         """(what is asked, what is, whether it is met)."""
@@ -386,14 +375,13 @@ class Measured:
 
 
 def measure(processes: Processes, case: Case, rounds: int, peers: Mapping[str, Path]) -> Measured:
-    ways = case.ways(peers)
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
     sent = dict[str, int]()
-    for turn in range(rounds + 1):
-        for way in ways:
-            took, sent[way] = processes.run(case, way)
-            if turn:  # the first is to warm up
-                seconds[way].append(took)
+
+    def run(way: str) -> float:
+        took, sent[way] = processes.run(case, way)
+        return took
+
+    seconds = results.in_turns({way: partial(run, way) for way in case.ways(peers)}, rounds)
     return Measured(case, seconds, sent)
 
 
@@ -409,14 +397,13 @@ def report(found: Measured) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="turns of all ways, behind one that is not counted")
     parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 8192, 16384])
     parser.add_argument("--steps", type=int, nargs="*", default=[2048, 8192], help="tokens of the whole steps")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--deepspeed", type=Path, help="site-packages with DeepSpeed")
     parser.add_argument("--picotron", type=Path, help="a checkout")
-    parser.add_argument("--json", type=Path, help="where the results are written")
     arguments = parser.parse_args()
     given = {DEEPSPEED: arguments.deepspeed, PICOTRON: arguments.picotron}
     peers = {name: folder for name, folder in given.items() if folder is not None}
@@ -433,13 +420,12 @@ def main() -> None:
     make = partial(Case, dtype=arguments.dtype)
     shapes = [(tokens, step) for step, each in ((False, arguments.tokens), (True, arguments.steps)) for tokens in each]
     cases = [make(tokens, documents, step) for tokens, step in shapes for documents in (1, PACKED)]
-    results = [report(measure(processes, case, arguments.rounds, peers)) for case in cases]
+    reports = [report(measure(processes, case, arguments.rounds, peers)) for case in cases]
     for pipe in pipes:
         pipe.send(None)
     for process in started:
         process.join()
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    results.write(reports, arguments.json)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from benchmarks import environments
+from benchmarks import environments, results
 from benchmarks.processes import Usage, run
 from megacore.models.registry import configure
 from megacore.parallel.weights.transfer import Stored, hugging_face
@@ -307,10 +307,7 @@ def of_copy(rows: Mapping[str, Row], name: str) -> float | None:
 
 
 def table(rows: Mapping[str, Row], doubled: Mapping[str, Row]) -> str:
-    lines = [
-        "| | s | min .. max | x copy | CPU s | peak MB | peak MB, twice the size |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    shown = []
     for row in rows.values():
         if not row.runs:
             continue
@@ -318,11 +315,10 @@ def table(rows: Mapping[str, Row], doubled: Mapping[str, Row]) -> str:
         cpu = statistics.median(usage.user + usage.system for usage in row.runs)
         ratio = f"{found:.2f}" if (found := of_copy(rows, row.name)) else ""
         twice = f"{doubled[row.name].peak / 1e6:,.0f}" if row.name in doubled and doubled[row.name].runs else ""
-        lines.append(
-            f"| {row.name} | {row.seconds:.2f} | {min(seconds):.2f} .. {max(seconds):.2f} | {ratio} | {cpu:.1f} | "
-            f"{row.peak / 1e6:,.0f} | {twice} |"
-        )
-    return "\n".join(lines)
+        spread, peak = f"{min(seconds):.2f} .. {max(seconds):.2f}", f"{row.peak / 1e6:,.0f}"
+        shown.append((row.name, f"{row.seconds:.2f}", spread, ratio, f"{cpu:.1f}", peak, twice))
+    head = ("", "s:", "min .. max:", "x copy:", "CPU s:", "peak MB:", "peak MB, twice the size:")
+    return results.table(head, shown)
 
 
 def judged(rows: Mapping[str, Row], doubled: Mapping[str, Row]) -> str:
@@ -352,7 +348,7 @@ def judged(rows: Mapping[str, Row], doubled: Mapping[str, Row]) -> str:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--size", type=float, default=2.0, metavar="GIB", help="of the checkpoint (2)")
     parser.add_argument("--experts", type=int, metavar="N", help="of each layer, if it is to have some")
     parser.add_argument("--expert-mlp", type=int, default=768, metavar="N", help="hidden features of an expert (768)")
@@ -362,19 +358,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="where there is room for eight times the size (/tmp)")
     parser.add_argument("--no-peers", action="store_true", help="only the copy and this project")
     parser.add_argument("--no-double", action="store_true", help="leave out the memory for twice the size")
-    parser.add_argument("--python", nargs="+", default=[], metavar="NAME=PATH", help="an environment's interpreter")
-    parser.add_argument("--setup", action="store_true", help="make the environments of the peers and stop")
-    parser.add_argument("--json", type=Path, help="where the results are written")
+    environments.add_options(parser)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if every bar is met and the export is the source bit for bit."""
     arguments = parse(argv)
-    if arguments.setup:
-        environments.set_up()
-        return 0
-    pythons = environments.find({name: Path(path) for name, _, path in (s.partition("=") for s in arguments.python)})
+    pythons = environments.ready(arguments)
     with tempfile.TemporaryDirectory(prefix="convert-", dir=arguments.folder) as scratch:
         once, twice = Path(scratch, "once"), Path(scratch, "twice")
         size, experts, meshes = int(arguments.size * GIB), None, DENSE_MESHES
@@ -395,10 +386,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     bars = judged(rows, doubled)
     print(f"\n{table(rows, doubled)}\n\n{bars}")
     print(f"- {'MISSED' if wrong else 'met'}: the export is the source, bit for bit {', '.join(wrong[:5])}")
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        report = {name: [asdict(usage) for usage in row.runs] for name, row in rows.items()}
-        arguments.json.write_text(json.dumps({"bytes": weights, "rows": report}, indent=2) + "\n")
+    report = {name: [asdict(usage) for usage in row.runs] for name, row in rows.items()}
+    results.write({"bytes": weights, "rows": report}, arguments.json)
     return int("MISSED" in bars or bool(wrong))
 
 

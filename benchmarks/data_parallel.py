@@ -17,19 +17,17 @@ default ../shared/peers beside it); where it or an environment is not found, tho
 from __future__ import annotations
 
 import math
-import platform
 import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import interleaved
+from benchmarks import interleaved, results
 from benchmarks.interleaved import Group, Job, Machine, Mode, Row
+from benchmarks.results import Bar
 
 RANKS = 2
 NONE, OPTIMIZER, GRADIENTS, PARAMETERS = RUNGS = tuple(
@@ -56,28 +54,19 @@ MODES = (
     Mode("DeepSpeed 3", PARAMETERS, "deepspeed", "deepspeed_zero.py", "3", DEEPSPEED),
 )
 ANCHOR = "DDP"
-BAR = 0.95
-"""Each rung shall take at most this part of the time of the fastest peer on it."""
-
-
-@dataclass(frozen=True)
-class Bar:
-    """`ours` against the fastest of `peers`."""
-
-    ours: str
-    peers: tuple[str, ...]
-
-
-BARS = (
-    Bar("megacore none", ("DDP",)),
-    Bar("megacore optimizer", ("DeepSpeed 1",)),
-    Bar("megacore gradients", ("FSDP2, not resharded", "DeepSpeed 2")),
-    Bar("megacore parameters", ("FSDP2", "DeepSpeed 3")),
+AT_MOST = 0.95
+"""The part of the time of the fastest peer on it that a rung shall take at the most."""
+RIVALS: Mapping[str, tuple[str, ...]] = {
+    "megacore none": ("DDP",),
+    "megacore optimizer": ("DeepSpeed 1",),
+    "megacore gradients": ("FSDP2, not resharded", "DeepSpeed 2"),
+    "megacore parameters": ("FSDP2", "DeepSpeed 3"),
     # As DeepSpeed does it.
-    Bar("megacore optimizer, masters", ("DeepSpeed 1",)),
-    Bar("megacore gradients, masters", ("DeepSpeed 2",)),
-    Bar("megacore parameters, masters", ("DeepSpeed 3",)),
-)
+    "megacore optimizer, masters": ("DeepSpeed 1",),
+    "megacore gradients, masters": ("DeepSpeed 2",),
+    "megacore parameters, masters": ("DeepSpeed 3",),
+}
+BARS = [Bar((ours,), peers, 1 / AT_MOST) for ours, peers in RIVALS.items()]
 
 SAME_FIRST, SAME_FALL = 0.05, 0.25
 """How far a first loss, and relatively how far what the loss falls by, may lie from the median of all."""
@@ -100,10 +89,8 @@ def table(rows: Sequence[Row], bases: Mapping[str, float]) -> str:
     good = [row for row in rows if row.runs]
     ours = {row.mode.group: row.seconds for row in good if row.mode.ours and not row.mode.options}
     none = {row.mode.environment: row.seconds for row in good if row.mode.group == NONE}
-    lines = [
-        "| rung | mode | s/step | min .. max | x ours | x none | MiB above no model | loss, first .. last |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    numbers = ("s/step:", "min .. max:", "x ours:", "x none:", "MiB above no model:", "loss, first .. last:")
+    shown = []
     for rung in RUNGS:
         for row in sorted((row for row in good if row.mode.group == rung), key=lambda row: row.seconds):
             base = bases.get(row.mode.environment)
@@ -117,28 +104,12 @@ def table(rows: Sequence[Row], bases: Mapping[str, float]) -> str:
                 "" if base is None else f"{(row.gib - base) * 1024:,.0f}",
                 f"{row.first_loss:.3f} .. {row.last_loss:.3f}",
             )
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            shown.append(cells)
+    return results.table(("rung", "mode", *numbers), shown)
 
 
 def _over(seconds: float, other: float | None) -> str:
     return "" if other is None else f"{seconds / other:.2f}"
-
-
-def judged(rows: Sequence[Row]) -> str:
-    """One line for each bar, of the rows that were measured."""
-    seconds = {row.mode.name: row.seconds for row in rows if row.runs}
-    lines = []
-    for bar in BARS:
-        peers = [name for name in bar.peers if name in seconds]
-        if bar.ours not in seconds or not peers:
-            lines.append(f"- not judged: {bar.ours} against {' and '.join(bar.peers)}")
-            continue
-        rival = min(peers, key=seconds.__getitem__)
-        ratio = seconds[bar.ours] / seconds[rival]
-        verdict = "met" if ratio <= BAR else "MISSED"
-        lines.append(f"- {verdict}: {bar.ours} takes {ratio:.2f} of the time of {rival} (bar: {BAR})")
-    return "\n".join(lines)
 
 
 def strangers(rows: Sequence[Row]) -> list[str]:
@@ -163,23 +134,18 @@ def strangers(rows: Sequence[Row]) -> list[str]:
 def main() -> None:
     arguments = interleaved.parser(__doc__).parse_args()
     machine = interleaved.ready(arguments)
-    modes = interleaved.available(MODES, machine.peers, machine.pythons, arguments.shape, arguments.only)
-    started = datetime.now().astimezone().isoformat(timespec="seconds")
+    modes = interleaved.available(MODES, machine, arguments)
+    report = interleaved.heading(arguments)
     job = Job(arguments.shape, "bf16", arguments.warm_up, arguments.steps)
     bases = baselines(machine, modes, job)
     rows = interleaved.measure(machine, modes, job, arguments.rounds, ANCHOR, arguments.anchor_every)
     same = "\n".join(strangers(rows)) or "- the same work: all losses begin alike and fall alike"
-    print(f"\n{table(rows, bases)}\n\n{judged(rows)}\n{same}\n\n{interleaved.anchor_line(rows, ANCHOR)}\n")
+    bars = results.judged(BARS, {row.mode.name: 1 / row.seconds for row in rows if row.runs})
+    print(f"\n{table(rows, bases)}\n\n{bars}\n{same}\n\n{interleaved.anchor_line(rows, ANCHOR)}\n")
     print("without a model: " + ", ".join(f"{name} {gib * 1024:,.0f} MiB" for name, gib in bases.items()))
     print(interleaved.differences(modes))
-    report = {
-        "started": started,
-        "machine": platform.platform(),
-        "malloc": arguments.malloc,
-        "without_a_model_gib": bases,
-        "modes": {row.mode.name: row.summary() for row in rows},
-    }
-    interleaved.write(report, arguments.json)
+    report |= {"without_a_model_gib": bases, "modes": {row.mode.name: row.summary() for row in rows}}
+    results.write(report, arguments.json)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -41,11 +42,22 @@ VARIABLES = {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
 """For pip and for runs: DeepSpeed compiles no kernels beforehand, and looks for no GPU."""
 
 
-def find(given: Mapping[str, Path]) -> dict[str, Path]:
-    """{name: interpreter}: those given, those that `set_up` made, and the running one for us and transformers."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that :func:`ready` takes."""
+    parser.add_argument("--python", nargs="+", default=[], metavar="NAME=PATH", help="an environment's interpreter")
+    parser.add_argument("--setup", action="store_true", help="make the environments of the peers and stop")
+
+
+def ready(arguments: argparse.Namespace, *names: str) -> dict[str, Path]:
+    """{name: interpreter}: those given, those that were made, and the running one for us and transformers; with
+    ``--setup`` the environments of these names, or all, are made and that is all."""
+    if arguments.setup:
+        set_up(*names)
+        sys.exit()
+    given = {name: Path(path) for name, path in (pair.split("=", 1) for pair in arguments.python)}
     here = Path(sys.executable)
     made = {name: FOLDER / name / "bin" / "python" for name in ENVIRONMENTS}
-    return {"ours": here, "hf": here} | {name: python for name, python in made.items() if python.exists()} | dict(given)
+    return {"ours": here, "hf": here} | {name: python for name, python in made.items() if python.exists()} | given
 
 
 def set_up(*names: str) -> None:

@@ -16,9 +16,7 @@ experts are in bf16 always, so it takes no part in fp32.
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
 import os
 import statistics
 import sys
@@ -34,6 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor, nn
 
+from benchmarks import results
+from benchmarks.results import over
 from benchmarks.steps import DTYPES
 from benchmarks.workload import HEAP
 from megacore.models.blocks import Activation
@@ -222,20 +222,8 @@ def measure(shape: Shape, dtype: torch.dtype, tokens: int, rounds: int) -> dict[
     """{layer: seconds of each round}."""
     generator = torch.Generator().manual_seed(1)
     x, dy = (torch.randn(tokens, EMBED, generator=generator).to(dtype) for _ in range(2))
-    made = layers(shape, dtype, x)
-    for layer in made.values():
-        for _ in range(3):
-            seconds(layer, x, dy)
-    found: dict[str, list[float]] = {name: [] for name in made}
-    for _ in range(rounds):
-        for name, layer in made.items():
-            found[name].append(seconds(layer, x, dy))
-    return found
-
-
-def over(times: list[float], others: list[float]) -> float:
-    """The median of the ratios of the rounds."""
-    return statistics.median(a / b for a, b in zip(times, others, strict=True))
+    ways = {name: partial(seconds, layer, x, dy) for name, layer in layers(shape, dtype, x).items()}
+    return results.in_turns(ways, rounds, warm_up=3)
 
 
 def report(shape: Shape, dtype: str, found: Mapping[str, list[float]]) -> dict[str, object]:
@@ -252,22 +240,20 @@ def report(shape: Shape, dtype: str, found: Mapping[str, list[float]]) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--json", type=Path, help="where the results are written")
     arguments = parser.parse_args()
     if not HEAP.keys() <= os.environ.keys():  # glibc reads them when a process starts
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **HEAP, "OMP_NUM_THREADS": "1"})
     torch.set_num_threads(1)
-    results = [
+    reports = [
         report(shape, name, measure(shape, DTYPES[name], arguments.tokens, arguments.rounds))
         for name in arguments.dtypes
         for shape in SHAPES
     ]
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    results.write(reports, arguments.json)
 
 
 if __name__ == "__main__":

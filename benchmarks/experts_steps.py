@@ -9,28 +9,16 @@ all of them.
 
 from __future__ import annotations
 
-import statistics
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import interleaved, workload
+from benchmarks import interleaved, results, workload
 from benchmarks.interleaved import Group, Job, Mode, Row
 
-
-@dataclass(frozen=True)
-class OneThread(Group):
-    """Modes whose processes have one thread each."""
-
-    @property
-    def threads(self) -> int:
-        return 1
-
-
-ALONE, TWO = OneThread("1 process", 1), OneThread("2 processes", 2)
+ALONE, TWO = Group("1 process", 1, each=1), Group("2 processes", 2, each=1)
 UPCAST = "logits are upcast to fp32"
 MODES = (
     Mode("megacore", ALONE, "ours", "ours.py", "eager"),
@@ -49,8 +37,7 @@ def report(dtype: str, rows: list[Row]) -> dict[str, Any]:
         print(f"  {name:14s} {row.seconds:6.3f}   {row.first_loss:.4f} {row.last_loss:.4f}")
     for ours, other, bar in BARS:
         if {ours, other} <= found.keys():
-            pairs = zip(found[ours].runs, found[other].runs, strict=True)
-            ratio = statistics.median(statistics.median(a) / statistics.median(b) for a, b in pairs)
+            ratio = results.over(found[ours].medians, found[other].medians)
             print(f"  bar: {ours} {ratio:.3f} x {other} <= {bar}: {ratio <= bar}")
     return {name: row.summary() for name, row in found.items()}
 
@@ -61,14 +48,13 @@ def main() -> None:
     parser.set_defaults(shape="mixtral")
     arguments = parser.parse_args()
     machine = interleaved.ready(arguments)
-    results = {}
+    reports, modes = {}, interleaved.available(MODES, machine, arguments)
     for dtype in arguments.dtypes:
         job = Job(arguments.shape, dtype, arguments.warm_up, arguments.steps)
-        modes = [mode for mode in MODES if not arguments.only or any(word in mode.name for word in arguments.only)]
         rows = interleaved.measure(machine, modes, job, arguments.rounds, "", len(MODES))
-        results[dtype] = report(dtype, rows)
+        reports[dtype] = report(dtype, rows)
     print(f"\n{workload.WORKLOADS[arguments.shape].tokens} tokens a step. {interleaved.differences(MODES)}")
-    interleaved.write(results, arguments.json)
+    results.write(reports, arguments.json)
 
 
 if __name__ == "__main__":

@@ -19,20 +19,19 @@ In bf16 and fp32 (`held` in the table): where nothing is said, weights, gradient
 from __future__ import annotations
 
 import json
-import platform
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from datetime import datetime
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import interleaved
+from benchmarks import interleaved, results
 from benchmarks.finetune_work import Work
 from benchmarks.interleaved import Group, Job, Mode, Row
+from benchmarks.results import Bar
 from megacore.data.examples import Examples
 from megacore.data.packing import Packed
 
@@ -61,24 +60,15 @@ PLAIN = ("megacore", "megacore LoRA")
 """What the others are compared with in the table, one of each group."""
 
 
-@dataclass(frozen=True)
-class Bar:
-    """`ours` shall be `ratio` times as fast as the fastest of `peers`."""
-
-    ours: str
-    peers: tuple[str, ...]
-    ratio: float
-
-
 def peers(group: Group) -> tuple[str, ...]:
     return tuple(mode.name for mode in MODES if mode.group == group and not mode.ours)
 
 
 BARS = (
-    Bar("megacore", peers(FULL), 1.3),
-    Bar("megacore, masters", ("Trainer, flattened, autocast",), 1.3),
-    Bar("megacore LoRA", peers(ADAPTERS), 1.2),
-    Bar("megacore LoRA, masters", peers(ADAPTERS), 1.2),
+    Bar(("megacore",), peers(FULL), 1.3),
+    Bar(("megacore, masters",), ("Trainer, flattened, autocast",), 1.3),
+    Bar(("megacore LoRA",), peers(ADAPTERS), 1.2),
+    Bar(("megacore LoRA, masters",), peers(ADAPTERS), 1.2),
 )
 
 
@@ -123,10 +113,8 @@ def table(rows: Sequence[Row]) -> str:
     """Markdown; `ours x` is our plain row's speed of the group over a row's."""
     good = [row for row in rows if row.runs]
     ours = {row.mode.group: speed(row) for row in good if row.mode.name in PLAIN}
-    lines = [
-        "| | mode | tokens/s | of each run | ours x | GiB | loss, first .. last | held in fp32, and what differs |",
-        "|---|---|---:|---:|---:|---:|---:|---|",
-    ]
+    numbers = ("tokens/s:", "of each run:", "ours x:", "GiB:", "loss, first .. last:")
+    shown = []
     for group in (FULL, ADAPTERS):
         for row in sorted((row for row in good if row.mode.group == group), key=speed, reverse=True):
             cells = (
@@ -139,24 +127,8 @@ def table(rows: Sequence[Row]) -> str:
                 f"{row.first_loss:.3f} .. {row.last_loss:.3f}",
                 row.mode.differs,
             )
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def judged(rows: Sequence[Row]) -> list[str]:
-    """One line for each bar, of the rows that were measured."""
-    known = {row.mode.name: speed(row) for row in rows if row.runs}
-    lines = []
-    for bar in BARS:
-        rivals = [name for name in bar.peers if name in known]
-        if bar.ours not in known or not rivals:
-            lines.append(f"- not judged: {bar.ours} against {', '.join(bar.peers)}")
-            continue
-        rival = max(rivals, key=known.__getitem__)
-        ratio = known[bar.ours] / known[rival]
-        verdict = "met" if ratio >= bar.ratio else "MISSED"
-        lines.append(f"- {verdict}: {bar.ours} is {ratio:.2f} times as fast as {rival} (bar: {bar.ratio})")
-    return lines
+            shown.append(cells)
+    return results.table(("", "mode", *numbers, "held in fp32, and what differs"), shown)
 
 
 def main() -> None:
@@ -171,7 +143,7 @@ def main() -> None:
     machine = interleaved.ready(arguments)
     if arguments.model is None:
         parser.error("--model names no folder; `python ../shared/real_model.py FOLDER` makes one")
-    started = datetime.now().astimezone().isoformat(timespec="seconds")
+    report = interleaved.heading(arguments)
     with tempfile.TemporaryDirectory() as folder:
         shape = (arguments.length, arguments.rows, arguments.accumulation)
         work, examples = prepare(arguments.model, Path(folder), arguments.facts, *shape)
@@ -185,16 +157,13 @@ def main() -> None:
         modes = [replace(mode, options=(*mode.options, "--work", str(work))) for mode in modes]
         job = Job(arguments.shape, "bf16", arguments.warm_up, arguments.steps)
         rows = interleaved.measure(machine, modes, job, arguments.rounds, ANCHOR, arguments.anchor_every)
-    bars = "\n".join(judged(rows))
+    bars = results.judged(BARS, {row.mode.name: speed(row) for row in rows if row.runs})
     print(f"\n{table(rows)}\n\n{bars}\n\n{interleaved.anchor_line(rows, ANCHOR)}\n")
-    report = {
-        "started": started,
-        "machine": platform.platform(),
-        "malloc": arguments.malloc,
-        "bars": judged(rows),
+    report |= {
+        "bars": bars.splitlines(),
         "modes": {row.mode.name: {**row.summary(), "tokens_per_second": row.runs and speed(row)} for row in rows},
     }
-    interleaved.write(report, arguments.json)
+    results.write(report, arguments.json)
 
 
 if __name__ == "__main__":

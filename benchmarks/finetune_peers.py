@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +55,13 @@ class Counted:
         self.losses.append(float(loss))
         return loss
 
-    @property
+    @cached_property
     def tokens(self) -> list[int]:
-        found: list[int] = self.__dict__.setdefault("_tokens", [])
-        return found
+        return []
 
-    @property
+    @cached_property
     def losses(self) -> list[float]:
-        found: list[float] = self.__dict__.setdefault("_losses", [])
-        return found
+        return []
 
 
 class CountedTrainer(Counted, Trainer):

@@ -32,12 +32,11 @@ import torch
 
 from benchmarks.gpu.calibration import calibration
 from benchmarks.gpu.ceilings import ceilings
-from benchmarks.gpu.correctness import correctness, repeats, waits
+from benchmarks.gpu.correctness import correctness, repeats, sanitizer, waits
 from benchmarks.gpu.kernels import kernels
 from benchmarks.gpu.pretraining import pretraining
 from benchmarks.gpu.profile import profile
 from benchmarks.gpu.rows import Machine, Row, failed, read, table, write
-from benchmarks.gpu.sanitizer import sanitizer
 from benchmarks.gpu.speed import speed
 
 CALL_S = 600

@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import socket
 import statistics
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks import environments, workload
+from benchmarks import environments, results, workload
 
 FOLDER = Path(__file__).resolve().parent
 PEERS = FOLDER.parent.parent / "shared" / "peers"
@@ -24,15 +25,16 @@ TIMEOUT_S = 1200
 
 @dataclass(frozen=True)
 class Group:
-    """Modes that are compared with each other, all in so many processes."""
+    """Modes that are compared with each other, all in so many processes, and each of these in so many threads; None:
+    in as many as there are cores for."""
 
     name: str
     processes: int
+    each: int | None = None
 
     @property
     def threads(self) -> int:
-        """Of each process: ranks x threads = cores."""
-        return max(1, CORES // self.processes)
+        return self.each or max(1, CORES // self.processes)
 
 
 @dataclass(frozen=True)
@@ -99,12 +101,28 @@ class Row:
     def steps(self) -> list[float]:
         return [s for run in self.runs for s in run]
 
+    @property
+    def medians(self) -> list[float]:
+        """Of each run."""
+        return [statistics.median(run) for run in self.runs]
+
     def add(self, result: Mapping[str, Any]) -> None:
         """What a script has printed."""
         self.runs.append(result["steps"])
         self.tokens.append(result.get("tokens", []))
         self.first_loss, self.last_loss = result["loss0"], result["lossN"]
         self.gib = max(self.gib, result["rss_gib"])
+
+    def take(self, machine: Machine, job: Job, what: str) -> None:
+        """Run the mode once more, and say what came of it."""
+        load = os.getloadavg()[0]
+        try:
+            self.add(machine.run(self.mode, job))
+            shown = " ".join(f"{s:.2f}" for s in self.runs[-1]) + f" s   (load before: {load:.1f})"
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            self.failure = str(error)[-300:]
+            shown = f"failed: {self.failure}"
+        print(f"  {what}: {self.mode.name:30s} {shown}", flush=True)
 
     def summary(self) -> dict[str, Any]:
         """For the JSON file."""
@@ -191,18 +209,8 @@ def measure(
     for turn in range(rounds):
         before_round()
         for mode in with_anchor(modes, repeated, every):
-            row = rows[mode]
-            if row.failure:
-                continue
-            load = os.getloadavg()[0]
-            try:
-                row.add(machine.run(mode, job))
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
-                row.failure = str(error)[-300:]
-                print(f"  {job.dtype} round {turn + 1}: {mode.name} failed: {row.failure}", flush=True)
-                continue
-            shown = " ".join(f"{s:.2f}" for s in row.runs[-1])
-            print(f"  {job.dtype} round {turn + 1}: {mode.name:30s} {shown} s   (load before: {load:.1f})", flush=True)
+            if not rows[mode].failure:
+                rows[mode].take(machine, job, f"{job.dtype} round {turn + 1}")
     return list(rows.values())
 
 
@@ -210,23 +218,20 @@ def anchor_line(rows: Sequence[Row], anchor: str) -> str:
     row = next((row for row in rows if row.mode.name == anchor and row.runs), None)
     if row is None:
         return ""
-    medians = [statistics.median(run) for run in row.runs]
-    return f"anchor ({anchor}), median of each run in order: " + ", ".join(f"{s:.2f}" for s in medians) + " s"
+    return f"anchor ({anchor}), median of each run in order: " + ", ".join(f"{s:.2f}" for s in row.medians) + " s"
 
 
-def available(
-    modes: Sequence[Mode], peers: Path, pythons: Mapping[str, Path], shape: str, only: Sequence[str] | None
-) -> list[Mode]:
-    """The modes that can be run here; each that cannot is named with the reason."""
-    chosen = []
+def available(modes: Sequence[Mode], machine: Machine, arguments: argparse.Namespace) -> list[Mode]:
+    """The modes that are asked for and can be run here; each that cannot is named with the reason."""
+    chosen, only, peers = [], arguments.only, machine.peers
     for mode in modes:
         if only and not any(word.lower() in mode.name.lower() for word in only):
             continue
         if not mode.here and not (peers / mode.script).exists():
             print(f"skipped: {mode.name}: there is no {mode.script} in {peers}")
-        elif not mode.here and shape != "full":
+        elif not mode.here and arguments.shape != "full":
             print(f"skipped: {mode.name}: {mode.script} knows the full shape alone")
-        elif mode.environment not in pythons:
+        elif mode.environment not in machine.pythons:
             print(f"skipped: {mode.name}: no environment {mode.environment!r} (--setup makes it, --python names it)")
         else:
             chosen.append(mode)
@@ -235,7 +240,7 @@ def available(
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """The options that all have."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = results.parser(description)
     made.add_argument("--shape", choices=workload.WORKLOADS, default="full", help="tiny: that it runs")
     made.add_argument("--rounds", type=int, default=3, help="turns of all modes")
     made.add_argument("--warm-up", type=int, default=2, help="steps of each run that are not counted")
@@ -243,34 +248,29 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--anchor-every", type=int, default=5, help="runs between runs of the anchor")
     made.add_argument("--only", nargs="+", metavar="WORD", help="modes whose name has one of these words")
     made.add_argument("--peers", type=Path, default=PEERS, help="folder of their scripts")
-    made.add_argument("--python", nargs="+", default=[], metavar="NAME=PATH", help="an environment's interpreter")
-    made.add_argument("--setup", action="store_true", help="make the environments of the peers and stop")
+    environments.add_options(made)
     made.add_argument(
         "--malloc",
         choices=("heap", "default"),
         default="heap",
         help="heap: glibc keeps large allocations, as our launch scripts set it; for everyone alike",
     )
-    made.add_argument("--json", type=Path, help="where the results are written")
     return made
 
 
 def ready(arguments: argparse.Namespace) -> Machine:
     """The machine that the options tell of; with `--setup`, its environments are made and that is all."""
-    if arguments.setup:
-        environments.set_up()
-        sys.exit()
+    pythons = environments.ready(arguments)
     if arguments.rounds * arguments.steps < 6 or arguments.warm_up < 2:
         print("note: fewer than 6 counted or 2 warm-up steps: good for a look, not for a record")
-    given = {name: Path(path) for name, path in (pair.split("=", 1) for pair in arguments.python)}
     heap = workload.HEAP if arguments.malloc == "heap" else {}
-    return Machine(environments.find(given), arguments.peers, heap)
+    return Machine(pythons, arguments.peers, heap)
 
 
-def write(report: Mapping[str, Any], path: Path | None) -> None:
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=2) + "\n")
+def heading(arguments: argparse.Namespace) -> dict[str, Any]:
+    """For the JSON file: when a benchmark has begun, and where."""
+    started = datetime.now().astimezone().isoformat(timespec="seconds")
+    return {"started": started, "machine": platform.platform(), "malloc": arguments.malloc}
 
 
 def differences(modes: Sequence[Mode]) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+import torch.distributed as dist
 
 from benchmarks import steps
 from benchmarks.workload import WORKLOADS, Workload
@@ -27,14 +28,9 @@ from megacore.training.states.optimizer import Optimizer
 from megacore.training.step import TrainStep
 
 SHARDS: dict[str, ZeroShard] = {"dp": "none", "zero1": "optimizer", "zero2": "gradients", "zero3": "parameters"}
-MODES = {
-    "eager": {},
-    "compile": {},
-    "tp": {"tp": 2},
-    "pp": {"pp": 2},
-    "ep": {"ep": 2},
-    **{mode: {"dp": 2} for mode in SHARDS},
-}
+"""{mode: what data parallel ranks share out}, on as many ranks as there are."""
+MODES = {"eager": {}, "compile": {}, "tp": {"tp": 2}, "pp": {"pp": 2}, "ep": {"ep": 2}}
+"""{mode: the layout} of the others."""
 
 
 def microbatches(work: Workload, mesh: Mesh) -> list[Microbatch]:
@@ -48,7 +44,8 @@ def microbatches(work: Workload, mesh: Mesh) -> list[Microbatch]:
 
 
 def train_step(work: Workload, mode: str, dtype: torch.dtype, masters: bool) -> TrainStep:
-    mesh = Mesh.create(MeshShape(**MODES[mode]))
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    mesh = Mesh.create(MeshShape(**MODES.get(mode, {"dp": ranks})))
     model = Model.create(work.config, layout_of(work.config, mesh.shape), mesh, dtype)
     model.parameters.initialise(seed=0)
     if mode == "compile":
@@ -61,7 +58,7 @@ def train_step(work: Workload, mode: str, dtype: torch.dtype, masters: bool) -> 
 
 
 def main() -> None:
-    parser = steps.parser(__doc__, MODES)
+    parser = steps.parser(__doc__, (*MODES, *SHARDS))
     parser.add_argument("--masters", action="store_true", help="fp32 gradients and master weights under bf16")
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes")
     arguments = parser.parse_args()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import statistics
 import sys
 import time
@@ -22,8 +21,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
+from benchmarks.interleaved import free_port
+from benchmarks.results import in_turns, over
 from megacore.parallel.enum_errors import SPLIT_BACKWARD
 from megacore.parallel.layers.linear import ColumnParallelLinear, RowParallelLinear, hand_to
 from megacore.parallel.mesh import Mesh
@@ -51,38 +55,43 @@ RUNS = [
 ]
 
 
-class Naps:
-    """Weight gradients that take a nap each, at once or when they are asked for."""
+class Deferred:
+    """Weight gradients, computed at once or when they are asked for."""
 
     def __init__(self) -> None:
-        self.now: deque[float] | None = None
+        self._waiting: deque[Callable[[], None]] | None = None
 
     @contextmanager
     def deferred(self) -> Iterator[Callable[[], None]]:
-        naps = self.now = deque[float]()
-        try:
-            yield lambda: time.sleep(sum(naps))
-        finally:
-            self.now = None
+        waiting = self._waiting = deque[Callable[[], None]]()
 
-    def take(self, seconds: float) -> None:
-        if self.now is None:
-            time.sleep(seconds)
+        def compute() -> None:
+            while waiting:
+                waiting.popleft()()
+
+        try:
+            yield compute
+        finally:
+            self._waiting = None
+
+    def take(self, compute: Callable[[], None]) -> None:
+        if self._waiting is None:
+            compute()
         else:
-            self.now.append(seconds)
+            self._waiting.append(compute)
 
 
 class _Nap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float, naps: Naps) -> Tensor:
-        ctx.seconds, ctx.naps = seconds, naps
+    def forward(ctx: Any, x: Tensor, seconds: float, weights: Deferred) -> Tensor:
+        ctx.seconds, ctx.weights = seconds, weights
         time.sleep(seconds)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         time.sleep(ctx.seconds)
-        ctx.naps.take(ctx.seconds)
+        ctx.weights.take(partial(time.sleep, ctx.seconds))
         return dy.clone(), None, None
 
 
@@ -92,48 +101,58 @@ class Tokens:
 
 
 class Chunk(nn.Module):
-    def __init__(self, last: bool, seconds: float, naps: Naps) -> None:
+    def __init__(self, last: bool, seconds: float, weights: Deferred) -> None:
         super().__init__()
-        self.last, self.seconds, self.naps = last, seconds, naps
+        self.last, self.seconds, self.weights = last, seconds, weights
 
     def forward(self, x: Tensor | None, microbatch: Tokens) -> Tensor:
         x = torch.ones(microbatch.activation, requires_grad=True) if x is None else x
-        y: Tensor = _Nap.apply(x, self.seconds, self.naps)
+        y: Tensor = _Nap.apply(x, self.seconds, self.weights)
         return y.sum() if self.last else y
 
 
-def measure(rank: int, stages: int, port: int, options: argparse.Namespace) -> None:
+def run(rank: int, stages: int, port: int, options: argparse.Namespace) -> None:
     """Run all schedules in turns; the first process prints."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=stages)
-    mesh, found = Mesh.create(MeshShape(pp=stages)), dict[tuple[str, int], list[float]]()
-    batch = [Tokens()] * options.microbatches
-    for turn in range(options.rounds + 1):
-        for name, chunks in RUNS:
-            naps, placement = Naps(), placement_of(name)
-            virtual = [virtual_stage(rank, chunk, stages, placement) for chunk in range(chunks)]
-            modules = [Chunk(v == stages * chunks - 1, options.unit / chunks, naps) for v in virtual]
-            pipeline = Pipeline(mesh, modules, torch.float32, name, naps)
-            dist.barrier()
-            start = time.perf_counter()
-            pipeline.train(batch, torch.ones(()))
-            dist.barrier()
-            if turn:
-                found.setdefault((name, chunks), []).append(time.perf_counter() - start)
+    (compare if options.products else measure)(Mesh.create(MeshShape(pp=stages)), options)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def seconds(step: Callable[[], object]) -> float:
+    """Return those that a step of all ranks takes."""
+    dist.barrier()
+    start = time.perf_counter()
+    step()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def measure(mesh: Mesh, options: argparse.Namespace) -> None:
+    """Run stages that sleep."""
+    stages, rank = mesh.shape.pp, mesh.place.pp
+
+    def step_of(name: str, chunks: int) -> Callable[[], object]:
+        weights = Deferred()
+        virtual = [virtual_stage(rank, chunk, stages, placement_of(name)) for chunk in range(chunks)]
+        modules = [Chunk(v == stages * chunks - 1, options.unit / chunks, weights) for v in virtual]
+        pipeline = Pipeline(mesh, modules, torch.float32, name, weights)
+        return lambda: pipeline.train([Tokens()] * options.microbatches, torch.ones(()))
+
+    found = in_turns({each: partial(seconds, step_of(*each)) for each in RUNS}, options.rounds)
     if rank == 0:
         print(f"{stages} stages, {options.microbatches} microbatches, forwards of {options.unit:g} s")
         print(f"{'schedule':<16}{'chunks':>7}{'seconds':>9}{'simulated':>11}{'ratio':>7}{'of 1f1b':>9}{'bubble':>8}")
         plain = statistics.median(found["1f1b", 1])
-        for (name, chunks), seconds in found.items():
+        for (name, chunks), times in found.items():
             schedule, cost = SCHEDULES[name](stages, chunks, options.microbatches), Cost(*[options.unit / chunks] * 3)
             timeline = simulate(schedule, cost, placement_of(name))
-            median = statistics.median(seconds)
+            median = statistics.median(times)
             print(
                 f"{name:<16}{chunks:>7}{median:>9.2f}{timeline.total:>11.2f}{median / timeline.total:>7.2f}"
                 f"{median / plain:>9.2f}{timeline.bubble:>8.1%}"
             )
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 # -- stages that multiply
@@ -152,38 +171,13 @@ BUSY = 0.1
 """The share of a core that others may have."""
 
 
-class Weights:
-    """Adds weight gradients, at once or when they are asked for."""
-
-    def __init__(self) -> None:
-        self.now: deque[tuple[nn.Parameter, WeightGradient]] | None = None
-
-    @contextmanager
-    def deferred(self) -> Iterator[Callable[[], None]]:
-        waiting = self.now = deque[tuple[nn.Parameter, WeightGradient]]()
-
-        def add() -> None:
-            while waiting:
-                self.add(*waiting.popleft())
-
-        try:
-            yield add
-        finally:
-            self.now = None
-
-    def accept(self, parameter: nn.Parameter, gradient: WeightGradient | Tensor) -> None:
-        assert isinstance(gradient, WeightGradient)
-        if self.now is None:
-            self.add(parameter, gradient)
-        else:
-            self.now.append((parameter, gradient))
-
-    @staticmethod
-    def add(parameter: nn.Parameter, gradient: WeightGradient) -> None:
-        first = parameter.grad is None
-        if parameter.grad is None:
-            parameter.grad = torch.empty_like(parameter)
-        gradient.add_to(parameter.grad, first)
+def add(parameter: nn.Parameter, gradient: WeightGradient | Tensor) -> None:
+    """Add a weight gradient to those of the microbatches before."""
+    assert isinstance(gradient, WeightGradient)
+    first = parameter.grad is None
+    if parameter.grad is None:
+        parameter.grad = torch.empty_like(parameter)
+    gradient.add_to(parameter.grad, first)
 
 
 class Block(nn.Module):
@@ -225,8 +219,8 @@ def step_of(mesh: Mesh, name: str, chunks: int, microbatches: int, ours: bool) -
     modules = [Products(blocks, v == ends, mesh if ours else None) for v in virtual]
     batch, x = [Tokens((TOKENS, WIDTH))] * microbatches, torch.ones(microbatches * TOKENS, WIDTH)
     if ours:
-        weights = Weights()
-        hand_to(weights.accept, [each for module in modules for each in module.modules()], name in SPLIT_BACKWARD)
+        weights, parts = Deferred(), [each for module in modules for each in module.modules()]
+        hand_to(lambda *given: weights.take(partial(add, *given)), parts, name in SPLIT_BACKWARD)
         pipeline = Pipeline(mesh, modules, torch.float32, name, weights)
         return lambda: pipeline.train(batch, torch.ones(()))
     sample = torch.ones(TOKENS, WIDTH)
@@ -240,35 +234,19 @@ def step_of(mesh: Mesh, name: str, chunks: int, microbatches: int, ours: bool) -
     return lambda: schedule.step(*given, target=target)
 
 
-def compare(rank: int, stages: int, port: int, options: argparse.Namespace) -> None:
-    """Run ours and torch's in turns; the first process prints."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=stages)
-    mesh, found = Mesh.create(MeshShape(pp=stages)), dict[tuple[str, int, str], list[float]]()
+def compare(mesh: Mesh, options: argparse.Namespace) -> None:
+    """Run ours and torch's that multiply."""
     runs = [(*run, who) for run in RUNS if run[1] < 4 for who in ("ours", "torch") if who == "ours" or run in PEERS]
     steps = {run: step_of(mesh, run[0], run[1], options.microbatches, run[2] == "ours") for run in runs}
-    for turn in range(options.rounds + 1):
-        for run, step in steps.items():
-            dist.barrier()
-            start = time.perf_counter()
-            step()
-            dist.barrier()
-            if turn:
-                found.setdefault(run, []).append(time.perf_counter() - start)
-    if rank == 0:
-        print(f"{stages} stages, {options.microbatches} microbatches of {TOKENS} tokens, {BLOCKS} blocks {WIDTH} wide")
+    found = in_turns({run: partial(seconds, step) for run, step in steps.items()}, options.rounds)
+    if mesh.rank == 0:
+        each = f"{TOKENS} tokens, {BLOCKS} blocks {WIDTH} wide"
+        print(f"{mesh.shape.pp} stages, {options.microbatches} microbatches of {each}")
         print(f"{'schedule':<16}{'chunks':>7}{'of':>7}{'seconds':>9}{'of 1f1b':>9}{'of torch':>10}")
-        for (name, chunks, who), seconds in found.items():
+        for (name, chunks, who), times in found.items():
             plain, peer = found["1f1b", 1, "ours"], found.get((name, chunks, "torch"))
-            own = f"{name:<16}{chunks:>7}{who:>7}{statistics.median(seconds):>9.3f}{paired(seconds, plain):>9.2f}"
-            print(own + (f"{paired(seconds, peer):>10.2f}" if peer and who == "ours" else ""))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def paired(own: list[float], others: list[float]) -> float:
-    """Return the median of the ratios of the same rounds."""
-    return statistics.median(a / b for a, b in zip(own, others, strict=True))
+            own = f"{name:<16}{chunks:>7}{who:>7}{statistics.median(times):>9.3f}{over(times, plain):>9.2f}"
+            print(own + (f"{over(times, peer):>10.2f}" if peer and who == "ours" else ""))
 
 
 def refuse_a_busy_machine(stages: int) -> None:
@@ -299,10 +277,7 @@ def main() -> None:
     for stages in options.stages:
         if options.products:
             refuse_a_busy_machine(stages)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        multiprocessing.spawn(compare if options.products else measure, (stages, port, options), nprocs=stages)
+        multiprocessing.spawn(run, (stages, free_port(), options), nprocs=stages)
 
 
 if __name__ == "__main__":

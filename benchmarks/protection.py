@@ -9,7 +9,6 @@ still (SIGSTOP) while the other does its steps, and then the other way round.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -26,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import yaml
 
+from benchmarks import results
 from benchmarks.processes import family
 from benchmarks.recovery import ROOT, write_corpus
 from megacore.launcher.command import VARIABLES
@@ -148,15 +148,13 @@ def cost(seconds: Mapping[str, Sequence[float]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=8, help="turns of each run")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         seconds = protect(Path(folder), given.rounds, given.overrides)
-    if given.json is not None:
-        given.json.write_text(json.dumps(seconds, indent=1))
+    results.write(seconds, given.json)
 
 
 if __name__ == "__main__":

@@ -44,10 +44,9 @@ import numpy as np
 import yaml
 from safetensors.numpy import load_file
 
-from benchmarks import environments
+from benchmarks import environments, results
 from benchmarks.interleaved import free_port
 from benchmarks.processes import family
-from megacore.config import Config
 from megacore.data.corpora import Corpora
 from megacore.data.indexed import IndexedWriter
 from megacore.recipe import load
@@ -468,16 +467,12 @@ def prepare(folder: Path, python: Path, steps: int) -> None:
     data = {"train": str(folder / "corpus"), "sequence_length": LENGTH}
     init = RECIPE["checkpoint"] | {"init": str(folder / INITIAL)}  # type: ignore[operator]
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"data": data, "checkpoint": init}))
-    np.save(folder / TOKENS, samples(load(folder / "recipe.yaml"), steps * BATCH))
+    source = Corpora.open(load(folder / "recipe.yaml")).train
+    tokens = np.stack([source.sample(number).tokens for number in range(steps * BATCH)])
+    np.save(folder / TOKENS, tokens.astype(np.int32))
     run = ByTorchrun(folder / "first", {}, steps)
     subprocess.run([str(python), *run.worker("initial")], cwd=ROOT, check=True)
     shutil.rmtree(run.folder)
-
-
-def samples(config: Config, count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Return the first samples of a run: [count, length + 1]."""
-    source = Corpora.open(config).train
-    return np.stack([source.sample(number).tokens for number in range(count)]).astype(np.int32)
 
 
 def distance(weights: Path, from_: Path) -> float:
@@ -499,9 +494,8 @@ def run_one(folder: Path, way: str, pythons: Mapping[str, Path], steps: int, fau
         (folder / ENDED).write_text(str(error))
         return
     shutil.copy(run.weights(), folder / FINAL)
-    for path in (run.out / "incidents.jsonl",):
-        if path.exists():
-            shutil.copy(path, folder)
+    if (incidents := run.out / "incidents.jsonl").exists():
+        shutil.copy(incidents, folder)
     shutil.rmtree(run.out)
     (folder / COST).write_text(json.dumps(asdict(cost), indent=1))
 
@@ -527,8 +521,8 @@ class WayCosts:
 
     @classmethod
     def of(cls, way: str, folder: Path) -> WayCosts | None:
-        straight = folder / run_name(way, 0)
-        found = sorted(path.parent for path in folder.glob(f"{run_name(way, '*')}/{COST}") if path.parent != straight)
+        straight = folder / f"{way}-0"
+        found = sorted(path.parent for path in folder.glob(f"{way}-*/{COST}") if path.parent != straight)
         if not found or not (straight / COST).exists():
             return None
         away = [distance(path / FINAL, straight / FINAL) for path in found]
@@ -559,7 +553,7 @@ class WayCosts:
         )
 
 
-HEADS = ("way", "faults", "pause", "rank", "node", "lead", "all on", "twice", "lost", "goodput", "away")
+NUMBERS = ("faults", "pause", "rank", "node", "lead", "all on", "twice", "lost", "goodput", "away")
 
 
 def _seconds(given: Sequence[float]) -> str:
@@ -574,30 +568,22 @@ def table(ways: Sequence[WayCosts], ended: Sequence[tuple[str, ...]]) -> str:
         ended: (way, number, what has ended it) of runs that have none.
     """
     without = [each for each in dict.fromkeys(way for way, *_ in ended) if each not in {way.way for way in ways}]
-    rows = [HEADS, ("---",) + ("---:",) * (len(HEADS) - 1), *(way.row() for way in ways)]
-    rows += [(way, *("-",) * (len(HEADS) - 1)) for way in without]
+    rows = [*(way.row() for way in ways), *((way, *("-" for _ in NUMBERS)) for way in without)]
     told = [f"{way}, round {number}, has not come to its end: {why}" for way, number, why in ended]
-    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", *told])
-
-
-def run_name(way: str, number: int | str) -> str:
-    return f"{way.replace(' ', '-')}-{number}"
+    return "\n".join([results.table(("way", *(f"{each}:" for each in NUMBERS)), rows), "", *told])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--setup", action="store_true", help="make the environment of the peers and stop")
+    environments.add_options(parser)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
     parser.add_argument("--folder", type=Path, help="where runs are kept, and looked for")
     parser.add_argument("--most", type=int, help="runs to do now")
     given = parser.parse_args()
-    if given.setup:
-        environments.set_up("torchft")
-        return
+    pythons = environments.ready(given, "torchft")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    pythons = environments.find({})
     ways = [way for way in given.ways if issubclass(WAYS[way], FromMemory) or "torchft" in pythons]
     for way in set(given.ways) - set(ways):
         print(f"skipped: {way}: no environment torchft (--setup makes it)")
@@ -606,7 +592,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         prepare(folder, pythons.get("torchft", pythons["hf"]), given.steps)
         runs = [(way, number) for number in range(given.rounds + 1) for way in ways]
-        homes = {(way, number): folder / run_name(way, number) for way, number in runs}
+        homes = {(way, number): folder / f"{way}-{number}" for way, number in runs}
         lacking = [run for run, home in homes.items() if not ((home / COST).exists() or (home / ENDED).exists())]
         for way, number in lacking[: given.most]:
             home, faults = homes[way, number], strikes(number, given.steps) if number else []

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -57,9 +57,6 @@ class RecoveryTask:
     betas: tuple[float, float]
     decay: float
     clip: float
-
-    def text(self) -> str:
-        return json.dumps(asdict(self), default=str)
 
     @classmethod
     def of(cls, text: str) -> RecoveryTask:

@@ -10,8 +10,6 @@ synced: what is done is on the disk. The first round is shown apart: it makes th
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 import statistics
@@ -20,7 +18,8 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,93 +30,56 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from benchmarks import ours, results
+from benchmarks.steps import LR
+from benchmarks.workload import Workload, llama
 from megacore import checkpoints
 from megacore.config import CheckpointConfig
 from megacore.control import Control
-from megacore.models.assemble import Model
 from megacore.models.decoder import Microbatch
-from megacore.models.registry import configure
-from megacore.models.stages import layout_of
-from megacore.parallel.gradients.reduce import Gradients
-from megacore.parallel.mesh import Mesh
-from megacore.parallel.pipeline.run import Pipeline
-from megacore.parallel.weights.layout import MeshShape
 from megacore.store.weight_folders.index import MOMENTS
 from megacore.training.save import Contents, Saver
 from megacore.training.states.device_store import DeviceStore
-from megacore.training.states.optimizer import Optimizer
 from megacore.training.step import TrainStep
 
-LR = 1e-4
 UNDISTURBED = 4
 """Steps before each save."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Of the model and of a step."""
-
-    hidden: int
-    mlp: int
-    layers: int
-    vocab: int
-    sequence: int
-
-    @property
-    def raw(self) -> dict[str, Any]:
-        """Its config.json."""
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_size": self.hidden,
-            "intermediate_size": self.mlp,
-            "max_position_embeddings": 2048,
-            "num_attention_heads": self.hidden // 64,
-            "num_hidden_layers": self.layers,
-            "vocab_size": self.vocab,
-        }
-
-
-SHAPES: Mapping[str, Shape] = {
-    "full": Shape(hidden=640, mlp=1728, layers=10, vocab=32000, sequence=256),
-    "tiny": Shape(hidden=64, mlp=128, layers=2, vocab=512, sequence=16),
+SHAPES: Mapping[str, Workload] = {
+    "full": Workload(llama(vocab=32000, hidden=640, layers=10, heads=10, kv=10, mlp=1728), 256, 1, 1),
+    "tiny": Workload(llama(vocab=512, hidden=64, layers=2, heads=1, kv=1, mlp=128), 16, 1, 1),
 }
+"""Of a step of one rank; each further one has a sequence of its own."""
 
 
 @dataclass(frozen=True)
 class Run:
     """A run whose steps and state are the same for every way of saving."""
 
-    shape: Shape
-    mesh: Mesh
-    model: Model
+    work: Workload
     train: TrainStep
-    microbatch: Microbatch
+    batch: Sequence[Microbatch]
 
     @classmethod
-    def create(cls, shape: Shape) -> Run:
-        config = configure({"family": "llama", **shape.raw})
-        mesh = Mesh.create(MeshShape(dp=dist.get_world_size()))
-        model = Model.create(config, layout_of(config, mesh.shape), mesh, torch.bfloat16)
-        model.parameters.initialise(seed=0)
-        chunks = list(model.chunks)
-        gradients = Gradients(model.parameters, chunks, torch.float32)
-        train = TrainStep(mesh, Pipeline(mesh, chunks, torch.bfloat16), gradients, Optimizer(gradients, lr=LR))
-        generator = torch.Generator().manual_seed(mesh.rank)
-        tokens = torch.randint(shape.vocab, (shape.sequence + 1,), generator=generator)
-        activation = shape.sequence, shape.hidden
-        microbatch = Microbatch(tokens[:-1], tokens[1:], torch.arange(shape.sequence), 1, activation)
-        return cls(shape, mesh, model, train, microbatch)
+    def create(cls, shape: Workload) -> Run:
+        work = replace(shape, global_batch=dist.get_world_size())
+        train = ours.train_step(work, "dp", torch.bfloat16, masters=True)
+        return cls(work, train, ours.microbatches(work, train.mesh))
+
+    @property
+    def rank(self) -> int:
+        return self.train.mesh.rank
 
     def step(self) -> float:
         """Seconds of one training step."""
         started = time.perf_counter()
-        self.train([self.microbatch], LR)
+        self.train(self.batch, LR)
         return time.perf_counter() - started
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors that make up the state."""
-        found = {f"weights/{name}": tensor.detach() for name, tensor in self.model.parameters.items()}
+        found = {f"weights/{name}": tensor.detach() for name, tensor in self.train.gradients.parameters.items()}
         home = self.train.optimizer.store
         assert isinstance(home, DeviceStore)
         for number, target in enumerate(home.targets):
@@ -143,8 +105,9 @@ class Megacore:
 
     def __init__(self, run: Run, background: bool) -> None:
         self.background = background
-        self.control = Control.create(run.mesh)
-        self.contents = Contents(run.model.parameters, run.train.optimizer, run.model.parameters.layout, run.shape.raw)
+        self.control = Control.create(run.train.mesh)
+        parameters, raw = run.train.gradients.parameters, run.work.config.to_hugging_face()
+        self.contents = Contents(parameters, run.train.optimizer, parameters.layout, raw)
         self.saver: Saver | None = None
         self.made = Path()
 
@@ -173,7 +136,7 @@ class TorchSave:
         self.run = run
 
     def save(self, folder: Path, step: int) -> None:
-        if self.run.mesh.rank == 0:
+        if self.run.rank == 0:
             with open(folder / f"{step}.pt", "wb") as file:
                 torch.save(self.run.tensors(), file)  # noqa: TID251 - the thing to compare with
                 file.flush()
@@ -266,7 +229,7 @@ def measure(run: Run, ways: Mapping[str, Way], rounds: int, folder: Path) -> dic
             save = Save(pause, time.perf_counter() - started, undisturbed, tuple(during))
             saves[name].append(save)
             dist.barrier()
-            if run.mesh.rank == 0:
+            if run.rank == 0:
                 print(
                     f"  round {turn + 1}: {name:40s} pause {save.pause:5.2f} s, done after {save.done:5.2f} s, "
                     f"lost {save.lost:5.2f} s   (load: {os.getloadavg()[0]:.1f})",
@@ -281,10 +244,7 @@ def measure(run: Run, ways: Mapping[str, Way], rounds: int, folder: Path) -> dic
 
 def table(saves: Mapping[str, Sequence[Save]]) -> str:
     """Markdown; medians of all rounds but the first."""
-    lines = [
-        "| | first pause, s | pause, s | steps meanwhile | done after, s | lost in all, s |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
+    rows = []
     for name, (first, *rest) in saves.items():
         later = rest or [first]
 
@@ -292,20 +252,18 @@ def table(saves: Mapping[str, Sequence[Save]]) -> str:
             return statistics.median(map(of, later))
 
         slower = f"{median(lambda s: s.slower):.2f}x" if any(s.during for s in later) else ""
-        lines.append(
-            f"| {name} | {first.pause:.2f} | {median(lambda s: s.pause):.2f} | {slower} | "
-            f"{median(lambda s: s.done):.2f} | {median(lambda s: s.lost):.2f} |"
-        )
-    return "\n".join(lines)
+        pause, done, lost = (f"{median(attrgetter(what)):.2f}" for what in ("pause", "done", "lost"))
+        rows.append((name, f"{first.pause:.2f}", pause, slower, done, lost))
+    head = ("", "first pause, s:", "pause, s:", "steps meanwhile:", "done after, s:", "lost in all, s:")
+    return results.table(head, rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="full")
     parser.add_argument("--rounds", type=int, default=5, help="saves of each kind, the first apart (5)")
     parser.add_argument("--threads", type=int, help="of each process (the cores, shared out)")
     parser.add_argument("--folder", type=Path, help="where there is room for the state (/tmp)")
-    parser.add_argument("--json", type=Path, help="where the results are written")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="save-", dir=arguments.folder) as scratch:
         if "RANK" in os.environ:
@@ -321,13 +279,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.step()
         size = sum(tensor.nbytes for tensor in run.tensors().values())
         saves = measure(run, {name: way(run) for name, way in WAYS.items()}, arguments.rounds, folder)
-        if run.mesh.rank == 0:
+        if run.rank == 0:
             step = statistics.median(save.undisturbed for found in saves.values() for save in found)
-            print(f"\n{size / 1e9:.2f} GB, {run.mesh.shape.world} processes, steps of {step:.2f} s\n\n{table(saves)}")
-            if arguments.json:
-                arguments.json.parent.mkdir(parents=True, exist_ok=True)
-                report = {name: [asdict(save) for save in found] for name, found in saves.items()}
-                arguments.json.write_text(json.dumps({"bytes": size, "saves": report}, indent=2) + "\n")
+            print(f"\n{size / 1e9:.2f} GB, {dist.get_world_size()} processes, steps of {step:.2f} s\n\n{table(saves)}")
+            report = {name: [asdict(save) for save in found] for name, found in saves.items()}
+            results.write({"bytes": size, "saves": report}, arguments.json)
         dist.barrier()
         dist.destroy_process_group()
     return 0

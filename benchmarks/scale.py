@@ -7,7 +7,6 @@ Corpora have a real index and a sparse file of tokens. Each measurement is a pro
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -27,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from benchmarks import processes
+from benchmarks import processes, results
 from megacore.data.indexed import HEADER, MAGIC, VERSION
 from megacore.models.registry import configure
 from megacore.models.stages import layout_of
@@ -83,10 +82,9 @@ def write_corpus(prefix: Path, tokens: int) -> None:
 
 OPENED = """
 import json, sys, time
-sys.path.insert(0, sys.argv[1])
 from megacore.config import Config, CorpusConfig, DataConfig
 from megacore.data.corpora import Corpora
-prefix, length, checked = sys.argv[2], int(sys.argv[3]), sys.argv[4] == "checked"
+prefix, length, checked = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "checked"
 
 def anonymous():
     with open("/proc/self/status") as status:
@@ -111,8 +109,7 @@ print(json.dumps({"open": opened, "seek": seek, "memory": anonymous() - before, 
 
 def opened(prefix: Path, checked: bool) -> dict[str, float]:
     """Medians of three processes."""
-    arguments = [str(ROOT), str(prefix), str(LENGTH), "checked" if checked else ""]
-    found = [_json_of([sys.executable, "-c", OPENED, *arguments]) for _ in range(3)]
+    found = [_json_of(OPENED, prefix, LENGTH, "checked" if checked else "") for _ in range(3)]
     return {key: statistics.median(each[key] for each in found) for key in found[0]}
 
 
@@ -135,14 +132,13 @@ def data(folder: Path) -> Iterator[Row]:
 
 GROUPS = """
 import json, sys, time
-sys.path.insert(0, sys.argv[1])
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from megacore.models.registry import configure
 from megacore.models.stages import layout_of
 from megacore.parallel.weights.layout import MeshShape
 from megacore.parallel.mesh import Mesh
-shape = MeshShape(pp=8, dp=int(sys.argv[2]) // 64, tp=8)
+shape = MeshShape(pp=8, dp=int(sys.argv[1]) // 64, tp=8)
 config = configure({"preset": "llama-3.1-70b"})
 dist.init_process_group("fake", rank=shape.world // 2, world_size=shape.world, store=FakeStore())
 real, calls = dist.new_group, 0
@@ -160,9 +156,7 @@ print(json.dumps({"calls": calls, "seconds": time.process_time() - begin}))
 
 def groups(folder: Path) -> Iterator[Row]:
     """The groups of one rank of a 70B, on a backend that talks to nobody."""
-    small, large, larger = (
-        _json_of([sys.executable, "-c", GROUPS, str(ROOT), str(world)]) for world in (1024, 4096, 16384)
-    )
+    small, large, larger = (_json_of(GROUPS, world) for world in (1024, 4096, 16384))
     yield Row("start: calls for groups, 1,024 and 4,096 ranks", "calls", small["calls"], large["calls"], 20)
     yield Row("start: CPU time for groups, 1,024 and 4,096 ranks", "s", small["seconds"], large["seconds"], 2)
     yield Row("start: CPU time for groups, 4,096 and 16,384 ranks", "s", large["seconds"], larger["seconds"], 2)
@@ -173,13 +167,12 @@ def groups(folder: Path) -> Iterator[Row]:
 
 CONTROL = """
 import json, sys
-sys.path.insert(0, sys.argv[1])
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from megacore.control import Control
 from megacore.parallel.weights.layout import MeshShape
 from megacore.parallel.mesh import Mesh
-world = int(sys.argv[2])
+world = int(sys.argv[1])
 dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
 dist.new_group = lambda ranks, **_: dist.group.WORLD
 mesh = Mesh(MeshShape(dp=world), 0, torch.device("cuda"))
@@ -197,8 +190,7 @@ def rounds(sizes: Sequence[int]) -> int:
 
 def control(folder: Path) -> Iterator[Row]:
     """What ranks tell each other in each step, beside what one group of all would take."""
-    command = [sys.executable, "-c", CONTROL, str(ROOT)]
-    small, large = (list[int](_json_of([*command, str(world)])) for world in (1024, 16384))
+    small, large = (list[int](_json_of(CONTROL, world)) for world in (1024, 16384))
     few, many = (float(sum(size - 1 for size in sizes)) for sizes in (small, large))
     yield Row("control: sockets of rank 0, 1,024 and 16,384 ranks", "sockets", few, many, 64)
     short, long, flat_short, flat_long = (rounds(sizes) * MESSAGE_S * 1e3 for sizes in (small, large, [1024], [16384]))
@@ -337,35 +329,35 @@ SECTIONS: dict[str, Callable[[Path], Iterator[Row]]] = {
 }
 
 
-def _json_of(command: Sequence[str]) -> Any:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _json_of(script: str, *arguments: object) -> Any:
+    """Return what a script prints, which finds this repository where it runs."""
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{command[-1]} failed:\n{done.stderr}")
     return json.loads(done.stdout)
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = ["| | small | large | bar | |", "|---|---:|---:|---:|---|"]
+    shown = []
     for row in rows:
         bar = "" if row.bar is None else f"{'>=' if row.least else '<='} {row.bar:,g}"
         met = {None: "", True: "met", False: "MISSED"}[row.met]
-        lines.append(f"| {row.what}, {row.unit} | {row.small:,.3g} | {row.large:,.3g} | {bar} | {met} |")
-    return "\n".join(lines)
+        shown.append((f"{row.what}, {row.unit}", f"{row.small:,.3g}", f"{row.large:,.3g}", bar, met))
+    return results.table(("", "small:", "large:", "bar:", ""), shown)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if every bar is met."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--sections", nargs="+", choices=tuple(SECTIONS), default=tuple(SECTIONS))
-    parser.add_argument("--json", type=Path, help="where the results are written")
     arguments = parser.parse_args(argv)
     rows = list[Row]()
     with tempfile.TemporaryDirectory(prefix="scale-") as folder:
         for name in arguments.sections:
             rows += SECTIONS[name](Path(folder))
     print(table(rows))
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    results.write([asdict(row) for row in rows], arguments.json)
     return int(any(row.met is False for row in rows))
 
 

@@ -8,8 +8,6 @@ metrics.jsonl. ``--root`` names another checkout, with a .venv of its own, to co
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 import signal
@@ -19,7 +17,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import results
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES: Mapping[str, Sequence[str]] = {
@@ -88,23 +91,21 @@ def _has_line(path: Path) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of all cases (5)")
     parser.add_argument("--root", type=Path, default=ROOT, metavar="FOLDER", help="the checkout that is started")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all times there")
     arguments = parser.parse_args(argv)
-    times: dict[str, list[float]] = {case: [] for case in CASES}
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         data = corpus(folder / "data")
-        for _ in range(arguments.rounds):
-            for case, taken in times.items():
-                taken.append(seconds(case, arguments.root.resolve(), data, folder))
-    print("| | median s | min .. max |\n|---|---:|---:|")
-    for case, taken in times.items():
-        print(f"| {case} | {statistics.median(taken):.2f} | {min(taken):.2f} .. {max(taken):.2f} |")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(times, indent=1) + "\n")
+        ways = {case: partial(seconds, case, arguments.root.resolve(), data, folder) for case in CASES}
+        times = results.in_turns(ways, arguments.rounds, warm_up=0)
+    rows = [
+        (case, f"{statistics.median(taken):.2f}", f"{min(taken):.2f} .. {max(taken):.2f}")
+        for case, taken in times.items()
+    ]
+    print(results.table(("", "median s:", "min .. max:"), rows))
+    results.write(times, arguments.json)
     return 0
 
 

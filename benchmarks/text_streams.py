@@ -18,6 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.processes import family
 from megacore.data import tokenizer
 from megacore.data.model_tokenizer import ModelFiles
 from megacore.data.text_streams import StreamedTexts, TextFiles
@@ -56,12 +57,11 @@ def _speed(texts: TextFiles, length: int, seconds: float) -> None:
     say(f"one process: {count * length / took:,.0f} tokens/s, {count * length / spent:,.0f} a second of CPU")
 
 
-def _cpu(process: int | None = None) -> float:
-    """Return the seconds of CPU of a process, this one by default, and of those below it."""
-    home = Path(f"/proc/{process or os.getpid()}")
-    ticks = sum(map(int, (home / "stat").read_text().rpartition(")")[2].split()[11:13]))
-    below = [int(child) for task in (home / "task").iterdir() for child in (task / "children").read_text().split()]
-    return ticks / os.sysconf("SC_CLK_TCK") + sum(map(_cpu, below))
+def _cpu() -> float:
+    """Return the seconds of CPU of this process and of those below it."""
+    stats = (Path(f"/proc/{process}/stat").read_text() for process in family(os.getpid()))
+    ticks = sum(int(each) for stat in stats for each in stat.rpartition(")")[2].split()[11:13])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _waits(texts: TextFiles, length: int, rate: int, seconds: float) -> None:

@@ -15,19 +15,16 @@ environment are not found, those rows are skipped and said to be.
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import interleaved, workload
+from benchmarks import interleaved, results, workload
 from benchmarks.interleaved import CORES, Group, Job, Machine, Mode, Row
+from benchmarks.results import Bar
 
 ROOT = Path(__file__).resolve().parent.parent
 ONE, TP, PP, DP = Group("1 process", 1), Group("tp=2", 2), Group("pp=2", 2), Group("dp=2", 2)
@@ -65,17 +62,6 @@ PEERS = (
     ),
 )
 ANCHOR = "Hugging Face"
-
-
-@dataclass(frozen=True)
-class Bar:
-    """`ours` (the fastest of these) shall be `ratio` times as fast as the fastest of `peers`."""
-
-    ours: tuple[str, ...]
-    peers: tuple[str, ...]
-    ratio: float
-
-
 BARS = (
     Bar(("megacore",), ("Hugging Face",), 1.25),
     Bar(("megacore",), ("Hugging Face", "litgpt", "megatron-core"), 1.0),
@@ -116,37 +102,16 @@ def measure(machine: Machine, modes: Sequence[Mode], job: Job, rounds: int, ever
 def table(rows: Sequence[Row], work: workload.Workload, peak: float) -> str:
     """Markdown; `x ours` says how many times as long a peer takes as this project's eager row of its group."""
     ours = {row.mode.group: row.seconds for row in reversed(rows) if row.mode.ours and row.runs}
-    lines = [
-        "| | mode | s/step | min .. max | tokens/s | x ours | GEMM peak | GiB (rank 0) | first loss |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+    head = ("", "mode", "s/step:", "min .. max:", "tokens/s:", "x ours:", "GEMM peak:", "GiB (rank 0):", "first loss:")
+    shown = []
     for group in GROUPS:
         for row in sorted((r for r in rows if r.mode.group == group and r.runs), key=lambda r: r.seconds):
             ratio = f"{row.seconds / ours[group]:.2f}" if group in ours else ""
             share = work.flops / row.seconds / peak / 1e12
             spread = f"{min(row.steps):.2f} .. {max(row.steps):.2f}"
-            lines.append(
-                f"| {group.name} | {row.mode.name} | {row.seconds:.2f} | {spread} | "
-                f"{work.tokens / row.seconds:,.0f} | {ratio} | {share:.0%} | {row.gib:.2f} | {row.first_loss:.3f} |"
-            )
-    return "\n".join(lines)
-
-
-def judged(rows: Sequence[Row]) -> str:
-    """One line for each bar, of the rows that were measured."""
-    seconds = {row.mode.name: row.seconds for row in rows if row.runs}
-    lines = []
-    for bar in BARS:
-        ours = [name for name in bar.ours if name in seconds]
-        peers = [name for name in bar.peers if name in seconds]
-        if not ours or not peers:
-            lines.append(f"- not judged: {' or '.join(bar.ours)} against {', '.join(bar.peers)}")
-            continue
-        best, rival = min(ours, key=seconds.__getitem__), min(peers, key=seconds.__getitem__)
-        ratio = seconds[rival] / seconds[best]
-        verdict = "met" if ratio >= bar.ratio else "MISSED"
-        lines.append(f"- {verdict}: {best} is {ratio:.2f} times as fast as {rival} (bar: {bar.ratio})")
-    return "\n".join(lines)
+            speed, most = f"{work.tokens / row.seconds:,.0f}", (f"{row.gib:.2f}", f"{row.first_loss:.3f}")
+            shown.append((group.name, row.mode.name, f"{row.seconds:.2f}", spread, speed, ratio, f"{share:.0%}", *most))
+    return results.table(head, shown)
 
 
 def main() -> None:
@@ -155,17 +120,17 @@ def main() -> None:
     arguments = parser.parse_args()
     machine = interleaved.ready(arguments)
     work = workload.WORKLOADS[arguments.shape]
-    modes = interleaved.available((*OURS, *PEERS), machine.peers, machine.pythons, arguments.shape, arguments.only)
-    started = datetime.now().astimezone().isoformat(timespec="seconds")
-    report: dict[str, Any] = {"started": started, "machine": platform.platform(), "malloc": arguments.malloc}
+    modes = interleaved.available((*OURS, *PEERS), machine, arguments)
+    report = interleaved.heading(arguments)
     for dtype in arguments.dtypes:
         job = Job(arguments.shape, dtype, arguments.warm_up, arguments.steps)
         rows, peak = measure(machine, modes, job, arguments.rounds, arguments.anchor_every)
         print(f"\n{dtype}, malloc {arguments.malloc}: {work.flops / 1e12:.3f} TFLOP a step, GEMM {peak:.3f} TFLOP/s")
         anchor = interleaved.anchor_line(rows, ANCHOR)
-        print(f"{table(rows, work, peak)}\n\n{judged(rows)}\n\n{anchor}\n", flush=True)
+        bars = results.judged(BARS, {row.mode.name: 1 / row.seconds for row in rows if row.runs})
+        print(f"{table(rows, work, peak)}\n\n{bars}\n\n{anchor}\n", flush=True)
         report[dtype] = {"gemm_tflops": peak, "modes": {row.mode.name: row.summary() for row in rows}}
-        interleaved.write(report, arguments.json)
+        results.write(report, arguments.json)
     print("\n" + interleaved.differences(modes))
 
 

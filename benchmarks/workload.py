@@ -35,60 +35,37 @@ class Workload:
         return self.tokens * flops_per_token(self.config, self.sequence)
 
 
-FULL = Workload(
-    {
-        "vocab_size": 32000,
-        "hidden_size": 512,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "intermediate_size": 1376,
+def llama(vocab: int, hidden: int, layers: int, heads: int, kv: int, mlp: int) -> dict[str, Any]:
+    """Return the fields of a LLaMA of these sizes."""
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "intermediate_size": mlp,
         "rms_norm_eps": 1e-5,
-    },
-    sequence=512,
-    micro_batch=4,
-    global_batch=8,
+    }
+
+
+FULL = Workload(
+    llama(vocab=32000, hidden=512, layers=8, heads=8, kv=4, mlp=1376), sequence=512, micro_batch=4, global_batch=8
 )
 TINY = Workload(
-    {
-        "vocab_size": 256,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 160,
-        "rms_norm_eps": 1e-5,
-    },
-    sequence=32,
-    micro_batch=2,
-    global_batch=8,
+    llama(vocab=256, hidden=64, layers=2, heads=4, kv=2, mlp=160), sequence=32, micro_batch=2, global_batch=8
 )
 SMOLLM2 = Workload(
-    {
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "intermediate_size": 1536,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-    },
+    {**llama(vocab=49152, hidden=576, layers=4, heads=9, kv=3, mlp=1536), "tie_word_embeddings": True},
     sequence=512,
     micro_batch=2,
     global_batch=2,
 )
 """SmolLM2-135M with 4 of its 30 layers."""
-_EXPERTS = {key: value for key, value in FULL.model.items() if key != "intermediate_size"} | {
-    "vocab_size": 8192,
-    "num_hidden_layers": 4,
-}
 MIXTRAL = Workload(
     {
-        **_EXPERTS,
+        **llama(vocab=8192, hidden=512, layers=4, heads=8, kv=4, mlp=1024),
         "family": "mixtral",
         "sliding_window": None,
-        "intermediate_size": 1024,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
     },

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 from megacore.launcher.command import run
 
-
-def main(argv: Sequence[str]) -> int:
-    return run("finetune", argv)
+main = partial(run, "finetune")

@@ -189,16 +189,14 @@ def _of_table(schema: Schema) -> Iterator[str]:
         yield "no networks"
     elif "gate" not in names["mlp.up.weight"].sentence.labels:
         yield "no gate"
-    if "positions.weight" in names:
-        yield "learned positions"
-    if "embed_norm.weight" in names:
-        yield "a norm of the embeddings"
-    if "inputs.embed.weight" in names:
-        yield "embeddings of each layer"
-    if "laurel.left.weight" in names:
-        yield "low-rank linears beside attention"
-    if "dense_head.weight" in names:
-        yield "a dense layer before the head"
+    others = {
+        "positions.weight": "learned positions",
+        "embed_norm.weight": "a norm of the embeddings",
+        "inputs.embed.weight": "embeddings of each layer",
+        "laurel.left.weight": "low-rank linears beside attention",
+        "dense_head.weight": "a dense layer before the head",
+    }
+    yield from (words for name, words in others.items() if name in names)
     if "head.weight" not in names:
         yield "tied head"
 

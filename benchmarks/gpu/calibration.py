@@ -48,8 +48,9 @@ def calibration(machine: Machine) -> Iterator[Row]:
     yield Row("memory, read and written", figures["bandwidth"] / 1e9, known.bandwidth / 1e9, "GB/s")
     if machine.gpu:
         host = torch.empty(numel, dtype=torch.bfloat16, pin_memory=True)
-        figures["host"] = source.nbytes / machine.seconds(partial(host.copy_, source, non_blocking=True), 3)
-        yield Row("to the host, pinned", figures["host"] / 1e9, known.host / 1e9, "GB/s")
+        for way, here, there in (("from", host, target), ("to", source, host)):  # the plan takes the last one
+            figures["host"] = source.nbytes / machine.seconds(partial(there.copy_, here, non_blocking=True), 3)
+            yield Row(f"{way} the host, pinned", figures["host"] / 1e9, known.host / 1e9, "GB/s")
     yield from _launches(machine)
     name = torch.cuda.get_device_name(machine.device) if machine.gpu else "a CPU"
     measured = f"{name}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"

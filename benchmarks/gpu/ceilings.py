@@ -1,4 +1,4 @@
-"""What the device reaches alone: copies, and matrix products at our shapes."""
+"""What matrix products reach at our shapes; the calibration has copies, launches, and products of other sides."""
 
 from __future__ import annotations
 
@@ -13,28 +13,8 @@ from megacore.parallel.layers import fp8
 
 
 def ceilings(machine: Machine) -> Iterator[Row]:
-    yield from _copies(machine)
-    tiny = torch.zeros(1, device=machine.device)
-    launches = 100 if machine.tiny else 2000
-    # What the host takes to launch a kernel, as nobody waits for these.
-    yield Row("launch of a kernel", machine.seconds(lambda: tiny.add_(1), launches) * 1e6, 5.0, "us")
     for name in ("tiny",) if machine.tiny else ("1b", "8b"):
         yield from _products(machine, name, SHAPES[name])
-
-
-def _copies(machine: Machine) -> Iterator[Row]:
-    numel, known = 1 << (20 if machine.tiny else 30), machine.known
-    source = torch.zeros(numel, dtype=torch.bfloat16, device=machine.device)
-    target = torch.empty_like(source)
-    seconds = machine.seconds(lambda: target.copy_(source), 10)
-    # Read and written.
-    yield Row("copy on the device", 2 * source.nbytes / seconds / 1e9, known.bandwidth / 1e9, "GB/s")
-    if not machine.gpu:
-        return
-    host = torch.empty(numel, dtype=torch.bfloat16, pin_memory=True)
-    for way, here, there in (("to", source, host), ("from", host, target)):
-        seconds = machine.seconds(partial(there.copy_, here, non_blocking=True), 3)
-        yield Row(f"copy {way} the host, pinned", source.nbytes / seconds / 1e9, known.host / 1e9, "GB/s")
 
 
 def _linears(shape: Shape) -> Mapping[str, tuple[int, int]]:

@@ -10,14 +10,11 @@ from functools import cache, cached_property, lru_cache, partial
 from itertools import accumulate, chain, islice
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from megacore.models.config import ModelConfig
-from megacore.models.tuning import Tuning
 from megacore.parallel.budgets import BLOCK
 from megacore.parallel.enum_errors import Placement, Recompute
 from megacore.parallel.virtual_stages import of_stage, stage_of, virtual_stage
-from megacore.parallel.weights.layout import MeshShape
 from megacore.planning.costs import LayerCost
-from megacore.planning.setting import Packing, Setting
+from megacore.planning.setting import Packing, RankModel, Setting
 
 if TYPE_CHECKING:
     from megacore.planning.trace.measure import FakeModel
@@ -57,48 +54,31 @@ class ActivationMemory:
     on.
 
     Args:
-        mesh: The mesh that its layers are split over: neither pp nor dp.
         stages, layers, placement: The stages of the pipeline, the layers of each virtual one, and how these are placed.
-        width: Bytes of a parameter and of an activation.
         loss_chunk, mlp_chunk: Tokens whose logits, or feed-forward activations, exist at a time; None for all.
         recompute, offload: What of a block each stage computes again, and whether what it keeps goes to the host.
         imbalance: The rows of the fullest rank's experts over the mean of all ranks.
-        late: Whether weight gradients come later than input gradients.
-        fp8: Whether linears and experts multiply in fp8.
-        compress: Whether activations wait for the backward in 8 bits.
     """
 
-    model: ModelConfig
-    tuning: Tuning
-    mesh: MeshShape
-    split: tuple[tuple[str, tuple[str, ...]], ...]
+    rank: RankModel
     stages: int
     layers: tuple[int, ...]
     placement: Placement
-    width: int
-    device: Literal["cpu", "cuda"]
     packing: Packing
     recompute: tuple[Recompute, ...]
     offload: tuple[bool, ...]
     loss_chunk: int | None
     mlp_chunk: int | None
     imbalance: float
-    late: bool
-    fp8: bool
-    compress: bool
 
     @classmethod
     def of(cls, setting: Setting) -> ActivationMemory:
         """Return the activations of a run; ModuleNotFoundError without torch, which they are measured with."""
-        s, mesh = setting, setting.layout.mesh
-        inner = replace(mesh, pp=1, dp=1)
-        recompute = tuple(of_stage(s.recompute, stage) for stage in range(mesh.pp))
-        offload = tuple(of_stage(s.offload_activations, stage) for stage in range(mesh.pp))
-        return _activations(
-            s.model, s.tuning, inner, tuple(s.layout.split.items()), mesh.pp, s.layout.layers, s.layout.placement,
-            s.widths.parameter, s.device, s.packing, recompute, offload, s.loss_chunk, s.mlp_chunk, s.imbalance,
-            s.splits_backward, s.fp8, s.compress_activations,
-        )  # fmt: skip
+        s, layout, pp = setting, setting.layout, setting.layout.mesh.pp
+        recompute = tuple(of_stage(s.recompute, stage) for stage in range(pp))
+        offload = tuple(of_stage(s.offload_activations, stage) for stage in range(pp))
+        placed, chunks = (pp, layout.layers, layout.placement), (s.loss_chunk, s.mlp_chunk)
+        return _activations(s.of_rank, *placed, s.packing, recompute, offload, *chunks, s.imbalance)
 
     @cached_property
     def without_recomputation(self) -> ActivationMemory:
@@ -108,18 +88,18 @@ class ActivationMemory:
     @cached_property
     def wide(self) -> ActivationMemory:
         """The same without recomputation and fp8."""
-        return replace(self.without_recomputation, fp8=False) if self.fp8 else self.without_recomputation
+        plain = self.without_recomputation
+        return replace(plain, rank=replace(self.rank, fp8=False)) if self.rank.fp8 else plain
 
     @cached_property
     def uncompressed(self) -> ActivationMemory:
-        return replace(self, compress=False)
+        return replace(self, rank=replace(self.rank, compress=False))
 
     @cached_property
     def _fake(self) -> FakeModel:
         from megacore.planning.trace.measure import fake_model  # torch
 
-        rest = self.device, self.late, self.fp8, self.compress
-        return fake_model(self.model, self.tuning, self.mesh, self.split, self.width, *rest)
+        return fake_model(self.rank)
 
     @cached_property
     def chunks(self) -> tuple[tuple[LayerCost, ...], ...]:
@@ -158,7 +138,7 @@ class ActivationMemory:
     @cached_property
     def tied(self) -> int:
         """The gradient of what the embedding and the head share, where one waits for the other's."""
-        return self._fake.tied * self.width if len(self.layers) == 1 else 0
+        return self._fake.tied * self.rank.width if len(self.layers) == 1 else 0
 
     def units(self, virtual: int) -> Counter[LayerCost]:
         """Return the number of each kind that a virtual stage has: blocks, and an end of the model."""
@@ -213,11 +193,12 @@ class ActivationMemory:
         """The bytes that each virtual stage keeps, on the device or, offloaded, on the host: of its blocks, with cos
         and sin, and of the embedding."""
         blocks = [sum(block.kept for block in own) + _tables(own) for own in self.chunks]
-        tokens = self.packing.length * self.packing.sequences // self.mesh.size(("cp", "tp"))
-        told = tokens * (self.model.boundary_width - self.model.width) * self.width  # it came with the activations
+        rank, model = self.rank, self.rank.config
+        tokens = self.packing.length * self.packing.sequences // rank.mesh.size(("cp", "tp"))
+        told = tokens * (model.boundary_width - model.width) * rank.width  # it came with the activations
         # What another stage sends, who runs the chunk holds as it is.
-        entered = tokens * self.model.width
-        exact = (entered * (self.width - 1) - -(-entered // min(BLOCK, self.model.width)) * self.width) * self.compress
+        entered = tokens * model.width
+        exact = (entered * (rank.width - 1) - -(-entered // min(BLOCK, model.width)) * rank.width) * rank.compress
         return blocks[0] + self.embedding.kept, *(each + told + exact for each in blocks[1:])
 
     @cached_property

@@ -354,7 +354,7 @@ def _keeping_most(setting: Setting, choices: Sequence[Kept], cluster: Cluster) -
     """Return a setting that fits, each of whose stages has the first of the choices with which it still does."""
     act, chosen, alike = ActivationMemory.of(setting), [*_kept(setting)], dict[int, list[int]]()
     for stage, like in enumerate(act.alike):
-        alike.setdefault(stage if act.late else like, []).append(stage)
+        alike.setdefault(stage if act.rank.late else like, []).append(stage)
     for choice in reversed(choices):
         tried = _keeping(setting, [choice] * act.stages)
         for stages in alike.values():  # of those that are alike a later one holds less

@@ -141,8 +141,7 @@ def crowds_of(schedule: Schedule) -> tuple[frozenset[Crowd], ...]:
 
 def memory(setting: Setting) -> tuple[Memory, ...]:
     """Return the memory of every stage."""
-    act = ActivationMemory.of(setting)
-    return tuple(_stage(setting, act, stage, own) for stage, own in enumerate(Shares.of(setting).stages))
+    return tuple(stage_memory(setting, stage) for stage in range(setting.layout.mesh.pp))
 
 
 def held_bytes(setting: Setting) -> list[tuple[int, int]]:
@@ -164,11 +163,7 @@ def peaks(setting: Setting) -> Iterator[int]:
 def unlike(setting: Setting) -> Iterator[Memory]:
     """Yield the memory of the stages of which :func:`peaks` has the peaks."""
     act = ActivationMemory.of(setting)
-    return (stage_memory(setting, stage) for stage in (range(act.stages) if act.late else act.unlike))
-
-
-def stage_memory(setting: Setting, stage: int) -> Memory:
-    return _stage(setting, ActivationMemory.of(setting), stage, Shares.of(setting).stages[stage])
+    return (stage_memory(setting, stage) for stage in (range(act.stages) if act.rank.late else act.unlike))
 
 
 @dataclass(frozen=True)
@@ -185,8 +180,8 @@ class _Moment:
         return self.activations + self.logits + self.working + (gradients if self.gradients is None else self.gradients)
 
 
-def _stage(setting: Setting, act: ActivationMemory, stage: int, shares: Sequence[ParameterShare]) -> Memory:
-    layout = setting.layout
+def stage_memory(setting: Setting, stage: int) -> Memory:
+    layout, act, shares = setting.layout, ActivationMemory.of(setting), Shares.of(setting).stages[stage]
     whole = state(shares, setting)
     everything = whole.device(setting)
     states = whole.masters + whole.moments
@@ -261,11 +256,11 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequen
         for visit in act.visits[virtual]:
             # At the first block all gradients are there; if they only come to be, less is there before.
             partly = learned + visit.learned * width if lazy and visit.which != "first" else None
-            if lazy or act.late or visit.which != "first":  # what waits may be more than what was kept
+            if lazy or act.rank.late or visit.which != "first":  # what waits may be more than what was kept
                 whole = {"last": split.after_head if virtual == last else split.after_backward, "first": split.first}
                 what, working = (
                     f"backward of a chunk's {visit.which} block",
-                    visit.block.peak + tied + whole.get(visit.which, split.block) - split.filling * act.late,
+                    visit.block.peak + tied + whole.get(visit.which, split.block) - split.filling * act.rank.late,
                 )
                 held = others + own - visit.freed + visit.waiting + forward.grown(visit.freed / of_blocks)
                 moments.append(_Moment(what, held, logits, working, partly))

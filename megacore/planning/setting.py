@@ -27,7 +27,7 @@ from megacore.parallel.enum_errors import (
 )
 from megacore.parallel.pipeline.schedules import Schedule
 from megacore.parallel.weights.block_formats import bytes_of
-from megacore.parallel.weights.layout import Layout
+from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.schema import Param
 
 Counts = npt.NDArray[np.int64]
@@ -185,6 +185,30 @@ def _work(packing: Packing, window: int | None, chunk: int | None) -> ExchangeWo
     return ExchangeWork(np.array(pairs, np.int64), np.array(taken, np.int64), largest[1:], gathered)
 
 
+@dataclass(frozen=True)
+class RankModel:
+    """The model of a rank, in one chunk: all that the parts of it depend on.
+
+    Args:
+        mesh: The mesh that its layers are split over: neither pp nor dp.
+        split: A :data:`~parallel.weights.schema.Split` that can be a key.
+        width: Bytes of a parameter and of an activation.
+        late: Whether weight gradients come later than input gradients.
+        fp8: Whether linears and experts multiply in fp8.
+        compress: Whether activations wait for the backward in 8 bits.
+    """
+
+    config: ModelConfig
+    tuning: Tuning
+    mesh: MeshShape
+    split: tuple[tuple[str, tuple[str, ...]], ...]
+    width: int
+    device: Literal["cpu", "cuda"]
+    late: bool
+    fp8: bool
+    compress: bool
+
+
 def _scores(documents: Sequence[int], window: int | None, chunk: int | None) -> int:
     """Return the scores of all tokens of some documents, of one head."""
     return sum(looks(length, window, chunk) for length in documents)
@@ -322,6 +346,13 @@ class Setting:
     def tokens(self) -> int:
         """The tokens of a microbatch, on a data parallel rank."""
         return self.micro_size * self.sequence_length // self.layout.mesh.cp
+
+    @property
+    def of_rank(self) -> RankModel:
+        """The model of a rank."""
+        mesh, split = replace(self.layout.mesh, pp=1, dp=1), tuple(self.layout.split.items())
+        numbers = self.widths.parameter, self.device, self.splits_backward, self.fp8, self.compress_activations
+        return RankModel(self.model, self.tuning, mesh, split, *numbers)
 
     @property
     def packing(self) -> Packing:

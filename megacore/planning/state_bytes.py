@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import add
 
 from megacore.parallel.budgets import MATRIX_ELEMENTS
 from megacore.parallel.enum_errors import ZeroShard
@@ -173,12 +174,7 @@ class StateBytes:
         return replace(self, parameters=parameters, masters=0, moments=0)
 
     def __add__(self, other: StateBytes) -> StateBytes:
-        return StateBytes(
-            self.parameters + other.parameters,
-            self.gradients + other.gradients,
-            self.masters + other.masters,
-            self.moments + other.moments,
-        )
+        return StateBytes(*map(add, vars(self).values(), vars(other).values()))
 
 
 NOTHING = StateBytes(0, 0, 0, 0)

@@ -435,7 +435,7 @@ def _virtual_times(setting: Setting, act: ActivationMemory, cluster: Cluster) ->
             for part, plain, passed, number in key:
                 known[key] = known[key].plus(_part_times(cluster, mesh, packing, part, plain, passed), number)
         kept, whole = (sum(block.kept for block in each.chunks[virtual]) for each in (act, act.uncompressed))
-        rounded = (whole - kept) / (1 - 1 / act.width - 1 / BLOCK)  # to a byte of each element, and scales
+        rounded = (whole - kept) / (1 - 1 / act.rank.width - 1 / BLOCK)  # to a byte of each element, and scales
         found.append(known[key].plus(_Times(_Seconds(*(rounded * each for each in per_byte)))))
     return found
 

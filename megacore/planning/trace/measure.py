@@ -13,11 +13,12 @@ import re
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from types import FunctionType, ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -31,14 +32,13 @@ from torch.utils._pytree import tree_leaves
 from megacore.models.assemble import Model
 from megacore.models.attention import SharedKeysAttention
 from megacore.models.blocks import CHEAP, Block, SharedBlock, may_round
-from megacore.models.config import ModelConfig, looks
+from megacore.models.config import looks
 from megacore.models.context import Context, MaskedAttention
 from megacore.models.decoder import Ahead, FurtherTokens, Head, Losses, Microbatch
 from megacore.models.latent_attention import LatentAttention
 from megacore.models.layer_inputs import LayerInputs
 from megacore.models.moe import MixtureOfExperts
 from megacore.models.stages import layout_of
-from megacore.models.tuning import Tuning
 from megacore.parallel import kernels
 from megacore.parallel.baton import Baton
 from megacore.parallel.kernels import documents, flash, grouped, norm
@@ -63,7 +63,7 @@ from megacore.planning.costs import (
     MatMul,
     OpCounts,
 )
-from megacore.planning.setting import ExchangeWork, Packing
+from megacore.planning.setting import ExchangeWork, Packing, RankModel
 from megacore.planning.trace.torch_attention import attention
 
 aten = torch.ops.aten
@@ -72,35 +72,20 @@ _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 class FakeModel:
-    """A rank's model in one chunk, without numbers: of layers that are alike the first one. ``mesh``: the mesh that its
-    layers are split over: neither pp nor dp; ``width``: bytes of a parameter; ``late``: whether weight gradients come
-    later than input gradients; ``in_fp8``: whether its linears and experts multiply in fp8; ``compress``: whether
-    activations wait in 8 bits."""
+    """A rank's model without numbers: of layers that are alike the first one."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        tuning: Tuning,
-        mesh: MeshShape,
-        split: Splits,
-        width: int,
-        device: str,
-        late: bool,
-        in_fp8: bool,
-        compress: bool,
-    ) -> None:
-        self._fakes = FakeTensorMode() if device == "cpu" else None
-        self._mesh = _SilentMesh(mesh, 0, torch.device("cpu" if device == "cpu" else "meta"))
-        self._width, self._dtype = config.width, _DTYPES[width]
-        self._made_of, self._split = (config, tuning, width, device, late, in_fp8, compress), split
-        self._compress = compress
+    def __init__(self, rank: RankModel) -> None:
+        self._rank, config, tuning, mesh = rank, rank.config, rank.tuning, rank.mesh
+        self._fakes = FakeTensorMode() if rank.device == "cpu" else None
+        self._mesh = _SilentMesh(mesh, 0, torch.device("cpu" if rank.device == "cpu" else "meta"))
+        self._dtype = _DTYPES[rank.width]
         self._runners: dict[tuple[str, Recompute], Runner] = {}
         self.kinds: list[str] = []
         """The first layer that is like each layer."""
-        layout = layout_of(config, mesh, tuning=tuning, split=dict(split))
+        layout = layout_of(config, mesh, tuning=tuning, split=dict(rank.split))
         if mesh.world > 1:  # layers that are alike on one rank are on all
-            alone = MeshShape(), tuple(SPLIT.items()), width, device, late, in_fp8, False
-            self.kinds = fake_model(config, tuning, *alone).kinds
+            alone = replace(rank, mesh=MeshShape(), split=tuple(SPLIT.items()), compress=False)
+            self.kinds = fake_model(alone).kinds
             some = tuple(map(int, dict.fromkeys(self.kinds)))
             layout = _SomeLayers(layout.schema, mesh, layout.layers, layout.split, some=some)
         with self._without_numbers():
@@ -109,15 +94,15 @@ class FakeModel:
             if model.alignment is not None:
                 one = torch.ones((), dtype=torch.float64, device=self._mesh.device)
                 model.alignment.begin(one, one)
-            if in_fp8:
+            if rank.fp8:
                 model.use_fp8()
             for cast in model.parameters.casts.values():  # once a step, beside what is measured
                 cast.cast(torch.ones(cast.scales, device=self._mesh.device))
         (self._chunk,) = model.chunks
         self._handed: deque[WeightGradient] = deque()
-        if late:  # by a pipeline, of which the embedding is in another chunk, whatever it shares with the head
+        if rank.late:  # by a pipeline, of which the embedding is in another chunk, whatever it shares with the head
             embedding, self._chunk.embedding = self._chunk.embedding, None
-            model.hand_weight_gradients(lambda _, gradient: self._take(gradient), late)
+            model.hand_weight_gradients(lambda _, gradient: self._take(gradient), True)
             self._chunk.embedding = embedding
         for parameter in self._chunk.parameters():
             if parameter.requires_grad:  # the engine takes it, and lets go of autograd's
@@ -163,7 +148,7 @@ class FakeModel:
         """Return the cost of a block, [tokens/tp, embed] -> same, like the layer ``kind``; ``entered``: what comes in
         has a gradient; ``imbalance``: the rows of its experts over the mean of all ranks, if there are as many."""
         block = self._chunk.layers[kind]
-        activations = Activations(recompute, mlp_chunk=mlp_chunk, compress=self._compress)
+        activations = Activations(recompute, mlp_chunk=mlp_chunk, compress=self._rank.compress)
         for module in block.modules():
             if isinstance(module, Block):
                 module.mlp_tokens = activations.mlp_tokens(self._mesh.shape.tp)
@@ -183,13 +168,12 @@ class FakeModel:
         """Return the cost of the head, [tokens/tp, embed] -> the summed loss, with the layers that predict further
         tokens, where they are trained; these see the documents of the packing."""
         _, head = self._ends
-        config, tuning, *_ = self._made_of
-        predicts = tuning.predicts(config.schema)
+        predicts = self._rank.tuning.predicts(self._rank.config.schema)
         head.losses = Losses(chunk=loss_chunk, mtp=float(predicts))
         if not predicts:
             plain = packing.tokens
             return self._unit("head", head, lambda x, batch, _: head(x, batch.labels), entered, plain, loss_chunk)
-        activations = Activations(recompute, compress=self._compress)
+        activations = Activations(recompute, compress=self._rank.compress)
         run = runner(activations, head.blocks, CHEAP, self._mesh.device, may_round=may_round)
 
         def call(x: Tensor, batch: Microbatch, context: Context) -> Tensor:
@@ -204,8 +188,8 @@ class FakeModel:
     ) -> LayerCost:
         # Those of models that differ in ep alone are alike, but for experts.
         spread = any(isinstance(each, MixtureOfExperts) for each in module.modules())
-        of = (self._mesh.shape, self._split) if spread else replace(self._mesh.shape, ep=1)
-        key = self._made_of, of, name, entered, packing, others
+        of = self._rank if spread else replace(self._rank, mesh=replace(self._rank.mesh, ep=1), split=())
+        key = of, name, entered, packing, others
         if key not in _measured:
             _measured[key] = self._run(module, call, entered, packing)
         return _measured[key]
@@ -278,11 +262,11 @@ class FakeModel:
         tokens = packing.length * packing.sequences // self._mesh.shape.cp
         ids = torch.empty(tokens, dtype=torch.long, device=self._mesh.device)
         split = packing.split if self._mesh.shape.cp > 1 else None
-        return Microbatch(ids, ids, ids, packing.sequences, (tokens // self._mesh.shape.tp, self._width), split=split)
+        return Microbatch(
+            ids, ids, ids, packing.sequences, (tokens // self._mesh.shape.tp, self._rank.config.width), split=split
+        )
 
 
-Splits = tuple[tuple[str, tuple[str, ...]], ...]
-"""A :data:`~parallel.weights.schema.Split` that can be a key."""
 _Call = Callable[[Tensor, Microbatch, Context], Tensor]
 """Runs a part of the model: (x, microbatch, context) -> y."""
 fake_model = cache(FakeModel)
@@ -722,14 +706,9 @@ class _SilentMesh(Mesh):
     def watched(self, seen: _Watch) -> Iterator[None]:
         """Tell messages to the watch; torch takes the groups for its own."""
         self.seen = seen
-        known: dict[Any, dict[int, int]] = dist.distributed_c10d._world.pg_group_ranks
         groups = {group: {rank: at for at, rank in enumerate(group.ranks)} for group in self._silent.values()}
-        known.update(groups)
-        try:
+        with patch.dict(dist.distributed_c10d._world.pg_group_ranks, groups):
             yield
-        finally:
-            for group in groups:
-                del known[group]
 
     @cached_property
     def _silent(self) -> dict[tuple[int, ...], Any]:
@@ -801,7 +780,6 @@ class _Sent:
 @contextmanager
 def _counts(imbalance: float) -> Iterator[None]:
     """Have the first rank of each group that experts are spread over get so many times the rows of the others' mean."""
-    own = grouped.start_counts
 
     def start_counts(sent: Tensor, got: Tensor, rows: int) -> Callable[[], HostCounts]:
         ranks, here = got.shape
@@ -809,11 +787,8 @@ def _counts(imbalance: float) -> Iterator[None]:
         others = grouped.shares(rows - mine, ranks - 1)
         return lambda: HostCounts([mine, *others], [mine] * ranks, grouped.shares(mine * ranks, here))
 
-    try:
-        grouped.start_counts = start_counts
+    with patch.object(grouped, "start_counts", start_counts):
         yield
-    finally:
-        grouped.start_counts = own
 
 
 # -- kernels of GPUs
@@ -877,11 +852,7 @@ _FUSED: Sequence[tuple[ModuleType, str, Callable[..., Any]]] = (
 @contextmanager
 def _fused() -> Iterator[None]:
     """Put the choice in place of torch's: a mode would not be asked in a backward, where blocks are computed again."""
-    own = [(where, name, getattr(where, name)) for where, name, _ in _FUSED]
-    try:
+    with ExitStack() as on:
         for where, name, function in _FUSED:
-            setattr(where, name, function)
+            on.enter_context(patch.object(where, name, function))
         yield
-    finally:
-        for where, name, function in own:
-            setattr(where, name, function)

@@ -13,7 +13,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -257,11 +256,9 @@ class SimulatedGpu(DeviceWatch):
         if op.namespace != "symm_mem":
             return None
         name, group = op._schema.name, _group(given["group_name"])
-        message, part = (
-            self._collective(f"symmetric {group.group_name}", group, name),
-            given["A"] if "Bs" in given else outs[0],
-        )
-        return replace(message, kind=kind_of(name) or SEND, size=part.nbytes * group.size())
+        communicator, part = f"symmetric {group.group_name}", given["A"] if "Bs" in given else outs[0]
+        parts = self._all_ranks(communicator, group)
+        return NcclMessage(communicator, parts, name, kind_of(name) or SEND, part.nbytes * group.size())
 
     def kernel(self, kernel: Any, arguments: Sequence[Any]) -> None:
         """Note what a kernel of Triton's does with memory."""
@@ -296,12 +293,10 @@ class SimulatedGpu(DeviceWatch):
                 self._batch.append((name, group, reads, writes, *way))
                 return
             communicator = f"{group.group_name} {min(way)}-{max(way)}"
-            sent = _sized(
-                NcclMessage(communicator, [self._pair(communicator, group, *way)], _what(name, tensors)), name, tensors
-            )
+            sent = _message(communicator, [self._pair(communicator, group, *way)], name, tensors)
         else:
-            what = _what(name, [] if name == "alltoall_base_" else [*reads, *writes])
-            sent = _sized(self._collective(group.group_name, group, what), name, [*reads, *writes])
+            parts = self._all_ranks(group.group_name, group)
+            sent = _message(group.group_name, parts, name, [*reads, *writes])
         if given.get("async_op", True):
             event, held = self._beside(name, reads, writes, sent)
             self._works[id(made)] = made, event, held
@@ -315,15 +310,14 @@ class SimulatedGpu(DeviceWatch):
                 self.wait(self.current_stream().name, found[0], where())
             return
         group = _group(given["group_name"])
-        what = _what(name, [] if name == "all_to_all_single" else [given["input"], out])
-        sent = _sized(self._collective(group.group_name, group, what), name, [given["input"], out])
+        parts = self._all_ranks(group.group_name, group)
+        sent = _message(group.group_name, parts, name, [given["input"], out])
         self.memory(out)
         self._started[out.untyped_storage()._cdata] = self._beside(name, [given["input"]], [out], sent)
 
-    def _collective(self, communicator: str, group: dist.ProcessGroup, what: str) -> NcclMessage:
+    def _all_ranks(self, communicator: str, group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...]]]:
         self._sent[communicator] += 1
-        key = f"{communicator} #{self._sent[communicator]}"
-        return NcclMessage(communicator, [(key, tuple(dist.get_process_group_ranks(group)))], what)
+        return [(f"{communicator} #{self._sent[communicator]}", tuple(dist.get_process_group_ranks(group)))]
 
     def _pair(self, communicator: str, group: Any, source: int, target: int) -> tuple[str, tuple[int, ...]]:
         key = f"{communicator} {source}>{target}"
@@ -417,10 +411,6 @@ def _is_watched(x: object) -> bool:
     return isinstance(x, Tensor) and (_on_device(x) or getattr(x.untyped_storage(), "pinned", False))
 
 
-def _sized(message: NcclMessage, name: str, tensors: Sequence[Tensor]) -> NcclMessage:
-    return replace(message, kind=kind_of(name) or SEND, size=max(x.nbytes for x in tensors))
-
-
 _ROWS = frozenset({"embedding", "gather", "index", "index_select"})
 """Operators that read of a table what they give alone."""
 _INTO_ROWS = frozenset({"index_add_", "index_copy_", "index_put_", "scatter_add_"})
@@ -462,7 +452,12 @@ def _group(name: Any) -> Any:
     return name if isinstance(name, dist.ProcessGroup) else dist.ProcessGroup.unbox(name)
 
 
-def _what(name: str, tensors: Sequence[Tensor]) -> str:
-    """What ranks of a message must have in common: of a pair, the size alone."""
+def _message(
+    communicator: str, parts: Sequence[tuple[str, tuple[int, ...]]], name: str, tensors: Sequence[Tensor]
+) -> NcclMessage:
+    """Return the message of an operator. Its ranks must have in common what tensors it has, but where each rank has
+    parts of its own size for the others; of a pair, the size alone."""
     kind = "pair" if name in ("send", "recv_") else name
-    return " ".join([kind, *(f"{str(x.dtype).removeprefix('torch.')}[{x.numel()}]" for x in tensors)])
+    alike = () if name in ("alltoall_base_", "all_to_all_single") else tensors
+    what = " ".join([kind, *(f"{str(x.dtype).removeprefix('torch.')}[{x.numel()}]" for x in alike)])
+    return NcclMessage(communicator, parts, what, kind_of(name) or SEND, max(x.nbytes for x in tensors))
