@@ -82,17 +82,19 @@ def without(why: str) -> Rule:
 @dataclass(frozen=True)
 class Project:
     """A project whose configs are read. ``rules``: {key, or a pattern of keys: its rule}; a key itself goes before
-    patterns, and these in their order; ``defaults``: the values of keys that are left out, where they are others than
-    ours, by all keys."""
+    patterns, and these in their order; ``without``: {the reason: such keys that have no meaning here, with blanks
+    between them}; ``defaults``: the values of keys that are left out, where they are others than ours, by all keys."""
 
     name: str
     rules: Mapping[str, Rule]
-    defaults: Callable[[Given], Given] = lambda given: {}
+    without: Mapping[str, str]
+    defaults: Callable[[Given], Given]
 
     def rule(self, key: str) -> Rule | None:
         """Return the rule of a key; None where it is unknown."""
-        named = next((rule for pattern, rule in self.rules.items() if fnmatchcase(key, pattern)), None)
-        return self.rules.get(key, named)
+        rules = {**self.rules, **{key: without(why) for why, keys in self.without.items() for key in keys.split()}}
+        named = next((rule for pattern, rule in rules.items() if fnmatchcase(key, pattern)), None)
+        return rules.get(key, named)
 
 
 @dataclass(frozen=True)
