@@ -415,6 +415,7 @@ class StreamedTexts:
 
     @property
     def skipped(self) -> int:
+        """The number of documents that were left out here because they could not be read."""
         return sum(reader.faults for reader in list(self._readers.values()))
 
     def split(self, fraction: float, name: str) -> tuple[Source, Source | None]:
