@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -149,23 +150,19 @@ def collate(samples: list[Sample], separate_documents: bool = False, scores: boo
     ]
     images = tuple(BatchImage(file, at.size, np.arange(at.size), at) for file, at, _ in shown)
     sizes, image_of = [(at, size) for _, at, size in shown if size], _image_of(images, inputs.size)
-    if not separate_documents:
-        prompt_of = _prompt_of(images, positions == 0, counted)
-        rest = None, None, blank, None, (), images, _in_three(positions == 0, sizes), image_of, prompt_of
-        return Batch(inputs, labels, positions, None, padding, *rest)
-    documents = np.stack([sample.documents for sample in samples])
-    last = documents[:, 1:] != documents[:, :-1]
-    labels[last] = IGNORE
-    if scores:
-        labels = np.where(last & (np.arange(last.shape[1]) < filled[:, None]), 0, IGNORE)
-    first = np.ones_like(last)
-    first[:, 1:] = last[:, :-1]
-    positions -= np.maximum.accumulate(np.where(first, positions, 0), axis=1)
-    pairs = _pairs([sample.reference for sample in samples if sample.reference is not None], documents, labels)
-    lengths = tuple(np.diff(np.flatnonzero(first), append=first.size).tolist())
-    prompt_of = _prompt_of(images, first, counted)
-    others = None, None, blank, pairs, (), images, _in_three(first, sizes), image_of, prompt_of
-    return Batch(inputs, labels, positions, lengths, padding, *others)
+    first, lengths, pairs = positions == 0, None, None
+    if separate_documents:
+        documents = np.stack([sample.documents for sample in samples])
+        last = documents[:, 1:] != documents[:, :-1]
+        labels[last] = IGNORE
+        if scores:
+            labels = np.where(last & (np.arange(last.shape[1]) < filled[:, None]), 0, IGNORE)
+        first[:, 1:] = last[:, :-1]
+        positions -= np.maximum.accumulate(np.where(first, positions, 0), axis=1)
+        pairs = _pairs([sample.reference for sample in samples if sample.reference is not None], documents, labels)
+        lengths = tuple(np.diff(np.flatnonzero(first), append=first.size).tolist())
+    looks = _in_three(first, sizes), image_of, _prompt_of(images, first, counted)
+    return Batch(inputs, labels, positions, lengths, padding, None, None, blank, pairs, (), images, *looks)
 
 
 def _in_three(
@@ -279,16 +276,6 @@ class Batches:
     replicas: int = 1
     image_reader: Callable[[Batch], Batch] | None = None
 
-    def __post_init__(self) -> None:
-        if min(self.global_batch, self.micro_batch) < 1:
-            raise ValueError(
-                f"cannot cut a global batch of {self.global_batch} into microbatches of {self.micro_batch}"
-            )
-        if not 0 <= self.data_rank < self.data_size:
-            raise ValueError(f"data rank {self.data_rank} is not among the {self.data_size} data-parallel ranks")
-        if self.data_size % self.replicas:
-            raise ValueError(f"cannot divide {self.data_size} data-parallel ranks into {self.replicas} replicas")
-
     def microbatches(self, step: int) -> list[Batch]:
         """Return this rank's microbatches of step `step`: of the samples [step global_batch, (step + 1)
         global_batch)."""
@@ -335,16 +322,13 @@ class Batches:
         return self.global_batch if self.sizes is None else self.sizes.at(position)
 
 
-class Prefetch(Generic[Item]):
+class Prefetch(Iterator[Item], AbstractContextManager["Prefetch[Item]"]):
     """The items of an iterator, prepared by a thread that keeps at most `depth` ready and makes one more; what it
     raises, `next` raises. Close it, or leave its `with` block, to end the thread."""
 
     def __init__(self, items: Iterator[Item], depth: int = DEPTH) -> None:
         self._items, self._thread = items, ThreadPoolExecutor(1, "prefetch")
         self._coming = deque(self._thread.submit(next, items) for _ in range(depth + 1))
-
-    def __iter__(self) -> Prefetch[Item]:
-        return self
 
     def __next__(self) -> Item:
         if not self._coming:
@@ -360,9 +344,6 @@ class Prefetch(Generic[Item]):
     def close(self) -> None:
         self._coming.clear()
         self._thread.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> Prefetch[Item]:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
