@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from hashlib import blake2b
@@ -214,7 +214,8 @@ class Preparation:
             raise InputError(f"{target} is a link, and what is prepared lies in the run's own folder: remove it")
         if not target.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            with _lock(self.folder / f".{target.name}.lock"):
+            with open_lock(self.folder / f".{target.name}.lock") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # one process has it at a time, until it ends
                 if not target.exists():
                     self._prepare(target)
         found = Examples(target, self.source.pairs)
@@ -278,14 +279,6 @@ def _check_ids(found: int, known: int, name: str) -> None:
             f"{name}: the tokenizer gives ids up to {found - 1}, and the model's vocabulary ends at {known - 1}: it is "
             "another model's tokenizer, or has tokens that were added later"
         )
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold a lock that one process has at a time; it ends with the process."""
-    with open_lock(path) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 # -- a worker's part
