@@ -12,15 +12,6 @@ from megacore.foreign.rules import ForeignConfig, Given, Project, Rule, Verdict,
 _OURS = "how gradients travel is decided here, and no numbers depend on it"
 
 
-def _unless_auto(rule: Rule) -> Rule:
-    def found(value: Any, config: ForeignConfig) -> Verdict:
-        if value == "auto":
-            return Verdict(remark="auto: the Trainer's arguments say it, which are not in the file")
-        return rule(value, config)
-
-    return found
-
-
 def _mics(value: Any, config: ForeignConfig) -> Verdict:
     if value in (-1, None):
         return Verdict(remark="off")
@@ -134,4 +125,5 @@ def _defaults(given: Given) -> Given:
     return found
 
 
-DEEPSPEED = Project("DeepSpeed", {key: _unless_auto(rule) for key, rule in _RULES.items()}, _WITHOUT, _defaults)
+_AUTO = "auto: the Trainer's arguments say it, which are not in the file"
+DEEPSPEED = Project("DeepSpeed", _RULES, _WITHOUT, _defaults, lambda value: _AUTO if value == "auto" else "")

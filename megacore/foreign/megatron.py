@@ -354,13 +354,8 @@ def _defaults(given: Given) -> Given:
     return found
 
 
-def _unless_variable(rule: Rule) -> Rule:
-    def found(value: Any, config: ForeignConfig) -> Verdict:
-        if "$" in str(value):
-            return Verdict(remark=f"{value} is set elsewhere")
-        return rule(value, config)
-
-    return found
+def _elsewhere(value: Any) -> str:
+    return f"{value} is set elsewhere" if "$" in str(value) else ""
 
 
-MEGATRON = Project("Megatron-LM", {key: _unless_variable(rule) for key, rule in _RULES.items()}, _WITHOUT, _defaults)
+MEGATRON = Project("Megatron-LM", _RULES, _WITHOUT, _defaults, _elsewhere)
