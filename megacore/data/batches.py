@@ -149,7 +149,7 @@ def collate(samples: list[Sample], separate_documents: bool = False, scores: boo
         (file, at + row * inputs.shape[1], size) for row, each in enumerate(samples) for file, at, size in each.images
     ]
     images = tuple(BatchImage(file, at.size, np.arange(at.size), at) for file, at, _ in shown)
-    sizes, image_of = [(at, size) for _, at, size in shown if size], _image_of(images, inputs.size)
+    sizes = [(at, size) for _, at, size in shown if size]
     first, lengths, pairs = positions == 0, None, None
     if separate_documents:
         documents = np.stack([sample.documents for sample in samples])
@@ -161,22 +161,21 @@ def collate(samples: list[Sample], separate_documents: bool = False, scores: boo
         positions -= np.maximum.accumulate(np.where(first, positions, 0), axis=1)
         pairs = _pairs([sample.reference for sample in samples if sample.reference is not None], documents, labels)
         lengths = tuple(np.diff(np.flatnonzero(first), append=first.size).tolist())
-    looks = _in_three(first, sizes), image_of, _prompt_of(images, first, counted)
-    return Batch(inputs, labels, positions, lengths, padding, None, None, blank, pairs, (), images, *looks)
+    in_three = _in_three(first, sizes) if sizes else None
+    looks = (_image_of(images, inputs.size), _prompt_of(images, first, counted)) if images else (None, None)
+    return Batch(inputs, labels, positions, lengths, padding, None, None, blank, pairs, (), images, in_three, *looks)
 
 
 def _in_three(
     first: npt.NDArray[np.bool_], images: Sequence[tuple[npt.NDArray[np.int64], Sequence[int]]]
-) -> npt.NDArray[np.int64] | None:
+) -> npt.NDArray[np.int64]:
     """Return positions in time, height and width, [3, rows, length], as transformers' ``get_rope_index`` has them:
     within an image they are of its rows and columns, and behind it all three go on past its longer side.
 
     Args:
         first: [rows, length], where documents begin.
-        images: (the tokens of each among all, its height and width in tokens); None comes of none.
+        images: (the tokens of each among all, its height and width in tokens).
     """
-    if not images:
-        return None
     advances, within = np.ones(first.size, np.int64), np.zeros((3, first.size), np.int64)
     for at, (height, width) in images:
         advances[at] = 0
@@ -187,9 +186,7 @@ def _in_three(
     return (before + within).reshape(3, *first.shape)
 
 
-def _image_of(images: Sequence[BatchImage], size: int) -> npt.NDArray[np.int64] | None:
-    if not images:
-        return None
+def _image_of(images: Sequence[BatchImage], size: int) -> npt.NDArray[np.int64]:
     shown = np.zeros(size + 1, bool)
     shown[np.concatenate([each.places for each in images])] = True
     return np.where(shown, np.cumsum(shown & ~np.roll(shown, 1)), -1)[:size]
@@ -197,10 +194,8 @@ def _image_of(images: Sequence[BatchImage], size: int) -> npt.NDArray[np.int64] 
 
 def _prompt_of(
     images: Sequence[BatchImage], first: npt.NDArray[np.bool_], counted: npt.NDArray[np.bool_]
-) -> npt.NDArray[np.int64] | None:
+) -> npt.NDArray[np.int64]:
     """first: [rows, length], where documents begin; counted: [rows, length + 1]."""
-    if not images:
-        return None
     number, before = np.cumsum(first), np.cumsum(counted[:, :-1], dtype=np.int64)
     before = before - np.maximum.accumulate(np.where(first.ravel(), before, 0))  # a first token never counts
     shown = np.isin(number, number[np.concatenate([each.places for each in images])])

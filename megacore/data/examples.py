@@ -27,7 +27,7 @@ import numpy.typing as npt
 from megacore.config import ChatConfig
 from megacore.data import text
 from megacore.data.encode import EncodedPieces, with_progress
-from megacore.data.formats import BadExample, check_preference, example, format_of, has_images, preference, renamed
+from megacore.data.formats import BadExample, example, format_of, has_images, preference, renamed
 from megacore.data.grouping import grouped
 from megacore.data.indexed import IndexedDataset, IndexedWriter, Integers
 from megacore.data.model_tokenizer import GuardedTokenizer, ImageTokens, ModelFiles, Tokens
@@ -154,8 +154,8 @@ class ExampleFiles:
 
 
 def recognized(rows: Iterable[Record | Fault], keys: Mapping[str, str], pairs: bool) -> Iterator[Record | Fault]:
-    """Yield rows under our keys, those without a format as faults. InputError where one is of a format that is not
-    trained on, or not of `pairs` where these are wanted."""
+    """Yield rows under our keys, those without a format as faults, unless these are to be ``pairs``. InputError where
+    one is of a format that is not trained on."""
     for row in rows:
         if isinstance(row, Fault):
             yield row
@@ -163,8 +163,6 @@ def recognized(rows: Iterable[Record | Fault], keys: Mapping[str, str], pairs: b
         try:
             found = replace(row, values=renamed(row.values, keys))
             refused = not pairs and format_of(found.values).refused
-            if pairs:
-                check_preference(found.values)
         except BadExample as error:
             yield row.fault(str(error))
             continue
