@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from megacore import pictures
-from megacore.inference.evaluation_data import Document, DocumentFiles
-from megacore.inference.perplexity import Excerpt, Integers, summed
+from megacore.inference.evaluation_data import Document, DocumentFiles, Excerpt, Integers
+from megacore.inference.perplexity import summed
 from megacore.inference.texts import Texts
 from megacore.models.assemble import Model
 from megacore.parallel.labels import IGNORE
@@ -95,7 +95,7 @@ def found(model: Model, needles: Needles, windows: list[Excerpt]) -> list[list[f
         needles: The question.
         windows: Its prompts, the same on all ranks.
     """
-    right = np.array(summed(model, ([window] for window in windows), "most_likely"))
+    right = np.array(summed(model, windows, "most_likely", 1))
     answers = np.array([np.count_nonzero(window.labels != IGNORE) for window in windows])
     cells = (right == answers).reshape(len(needles.lengths), needles.depths, needles.each)
     shares: list[list[float]] = cells.mean(2).tolist()

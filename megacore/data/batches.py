@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -148,38 +149,33 @@ def collate(samples: list[Sample], separate_documents: bool = False, scores: boo
         (file, at + row * inputs.shape[1], size) for row, each in enumerate(samples) for file, at, size in each.images
     ]
     images = tuple(BatchImage(file, at.size, np.arange(at.size), at) for file, at, _ in shown)
-    sizes, image_of = [(at, size) for _, at, size in shown if size], _image_of(images, inputs.size)
-    if not separate_documents:
-        prompt_of = _prompt_of(images, positions == 0, counted)
-        rest = None, None, blank, None, (), images, _in_three(positions == 0, sizes), image_of, prompt_of
-        return Batch(inputs, labels, positions, None, padding, *rest)
-    documents = np.stack([sample.documents for sample in samples])
-    last = documents[:, 1:] != documents[:, :-1]
-    labels[last] = IGNORE
-    if scores:
-        labels = np.where(last & (np.arange(last.shape[1]) < filled[:, None]), 0, IGNORE)
-    first = np.ones_like(last)
-    first[:, 1:] = last[:, :-1]
-    positions -= np.maximum.accumulate(np.where(first, positions, 0), axis=1)
-    pairs = _pairs([sample.reference for sample in samples if sample.reference is not None], documents, labels)
-    lengths = tuple(np.diff(np.flatnonzero(first), append=first.size).tolist())
-    prompt_of = _prompt_of(images, first, counted)
-    others = None, None, blank, pairs, (), images, _in_three(first, sizes), image_of, prompt_of
-    return Batch(inputs, labels, positions, lengths, padding, *others)
+    sizes = [(at, size) for _, at, size in shown if size]
+    first, lengths, pairs = positions == 0, None, None
+    if separate_documents:
+        documents = np.stack([sample.documents for sample in samples])
+        last = documents[:, 1:] != documents[:, :-1]
+        labels[last] = IGNORE
+        if scores:
+            labels = np.where(last & (np.arange(last.shape[1]) < filled[:, None]), 0, IGNORE)
+        first[:, 1:] = last[:, :-1]
+        positions -= np.maximum.accumulate(np.where(first, positions, 0), axis=1)
+        pairs = _pairs([sample.reference for sample in samples if sample.reference is not None], documents, labels)
+        lengths = tuple(np.diff(np.flatnonzero(first), append=first.size).tolist())
+    in_three = _in_three(first, sizes) if sizes else None
+    looks = (_image_of(images, inputs.size), _prompt_of(images, first, counted)) if images else (None, None)
+    return Batch(inputs, labels, positions, lengths, padding, None, None, blank, pairs, (), images, in_three, *looks)
 
 
 def _in_three(
     first: npt.NDArray[np.bool_], images: Sequence[tuple[npt.NDArray[np.int64], Sequence[int]]]
-) -> npt.NDArray[np.int64] | None:
+) -> npt.NDArray[np.int64]:
     """Return positions in time, height and width, [3, rows, length], as transformers' ``get_rope_index`` has them:
     within an image they are of its rows and columns, and behind it all three go on past its longer side.
 
     Args:
         first: [rows, length], where documents begin.
-        images: (the tokens of each among all, its height and width in tokens); None comes of none.
+        images: (the tokens of each among all, its height and width in tokens).
     """
-    if not images:
-        return None
     advances, within = np.ones(first.size, np.int64), np.zeros((3, first.size), np.int64)
     for at, (height, width) in images:
         advances[at] = 0
@@ -190,9 +186,7 @@ def _in_three(
     return (before + within).reshape(3, *first.shape)
 
 
-def _image_of(images: Sequence[BatchImage], size: int) -> npt.NDArray[np.int64] | None:
-    if not images:
-        return None
+def _image_of(images: Sequence[BatchImage], size: int) -> npt.NDArray[np.int64]:
     shown = np.zeros(size + 1, bool)
     shown[np.concatenate([each.places for each in images])] = True
     return np.where(shown, np.cumsum(shown & ~np.roll(shown, 1)), -1)[:size]
@@ -200,10 +194,8 @@ def _image_of(images: Sequence[BatchImage], size: int) -> npt.NDArray[np.int64] 
 
 def _prompt_of(
     images: Sequence[BatchImage], first: npt.NDArray[np.bool_], counted: npt.NDArray[np.bool_]
-) -> npt.NDArray[np.int64] | None:
+) -> npt.NDArray[np.int64]:
     """first: [rows, length], where documents begin; counted: [rows, length + 1]."""
-    if not images:
-        return None
     number, before = np.cumsum(first), np.cumsum(counted[:, :-1], dtype=np.int64)
     before = before - np.maximum.accumulate(np.where(first.ravel(), before, 0))  # a first token never counts
     shown = np.isin(number, number[np.concatenate([each.places for each in images])])
@@ -279,16 +271,6 @@ class Batches:
     replicas: int = 1
     image_reader: Callable[[Batch], Batch] | None = None
 
-    def __post_init__(self) -> None:
-        if min(self.global_batch, self.micro_batch) < 1:
-            raise ValueError(
-                f"cannot cut a global batch of {self.global_batch} into microbatches of {self.micro_batch}"
-            )
-        if not 0 <= self.data_rank < self.data_size:
-            raise ValueError(f"data rank {self.data_rank} is not among the {self.data_size} data-parallel ranks")
-        if self.data_size % self.replicas:
-            raise ValueError(f"cannot divide {self.data_size} data-parallel ranks into {self.replicas} replicas")
-
     def microbatches(self, step: int) -> list[Batch]:
         """Return this rank's microbatches of step `step`: of the samples [step global_batch, (step + 1)
         global_batch)."""
@@ -335,16 +317,13 @@ class Batches:
         return self.global_batch if self.sizes is None else self.sizes.at(position)
 
 
-class Prefetch(Generic[Item]):
+class Prefetch(Iterator[Item], AbstractContextManager["Prefetch[Item]"]):
     """The items of an iterator, prepared by a thread that keeps at most `depth` ready and makes one more; what it
     raises, `next` raises. Close it, or leave its `with` block, to end the thread."""
 
     def __init__(self, items: Iterator[Item], depth: int = DEPTH) -> None:
         self._items, self._thread = items, ThreadPoolExecutor(1, "prefetch")
         self._coming = deque(self._thread.submit(next, items) for _ in range(depth + 1))
-
-    def __iter__(self) -> Prefetch[Item]:
-        return self
 
     def __next__(self) -> Item:
         if not self._coming:
@@ -360,9 +339,6 @@ class Prefetch(Generic[Item]):
     def close(self) -> None:
         self._coming.clear()
         self._thread.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> Prefetch[Item]:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from megacore.data.samples import OrderedSource, Sample, Source
+from megacore.data.samples import Sample, Source
 
 BLOCK = 2**16
 
@@ -70,12 +70,3 @@ class Blend:
     def sample(self, index: int) -> Sample:
         corpus, within = self.locate(index)
         return self.sources[int(corpus)].sample(int(within))
-
-
-def streams(source: Source, index: int) -> Iterator[tuple[OrderedSource, int]]:
-    """Yield each stream that samples are taken of, with the first one that those from ``index`` on take of it."""
-    if isinstance(source, Blend):
-        for each, count in zip(source.sources, source.counts(index), strict=True):
-            yield from streams(each, int(count))
-    elif isinstance(source, OrderedSource):
-        yield source, index

@@ -34,13 +34,13 @@ _WRITTEN = "what the chat template writes"
 class Passage:
     """A text, and the spans of it that count. templated: whether a chat template has written it, special tokens
     included; ends: whether the tokenizer's token of the end follows, which counts; images: those that its marks stand
-    for, None of a chat whose contents are text alone."""
+    for."""
 
     text: str
     spans: list[Span]
     templated: bool
     ends: bool
-    images: tuple[ImageFile, ...] | None = None
+    images: tuple[ImageFile, ...] = ()
 
 
 @dataclass(frozen=True)

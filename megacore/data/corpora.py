@@ -29,7 +29,9 @@ EXAMPLES = "examples"
 """The folder of a run that prepared examples are kept in."""
 _LOOKED_AT = 1000
 """Texts that are looked at for padding at their ends."""
-Known = IndexedDataset | Examples | own_rows.OwnRows | text_streams.StreamedTexts
+OrderedSource = own_rows.StreamedRows | text_streams.StreamedTexts
+"""Samples that are read in order: from their beginning, or from a state, which is JSON."""
+Known = IndexedDataset | Examples | own_rows.IndexedRows | OrderedSource
 Split = Callable[[float, str], tuple[Source, Source | None]]
 """(fraction, name) -> the samples of a corpus, so named, and those of a fraction that is held out, None for 0."""
 
@@ -205,6 +207,15 @@ def _texts(config: Config, corpus: CorpusConfig, model: ModelFiles) -> text_stre
         skip=config.chat.bad_lines == "skip",
         least=corpus.least,
     )
+
+
+def streams(source: Source, index: int) -> Iterator[tuple[OrderedSource, int]]:
+    """Yield each stream that samples are taken of, with the first one that those from ``index`` on take of it."""
+    if isinstance(source, Blend):
+        for each, count in zip(source.sources, source.counts(index), strict=True):
+            yield from streams(each, int(count))
+    elif isinstance(source, OrderedSource):
+        yield source, index
 
 
 def packed_of(source: Source) -> list[Packed]:

@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from hashlib import blake2b
@@ -27,7 +27,7 @@ import numpy.typing as npt
 from megacore.config import ChatConfig
 from megacore.data import text
 from megacore.data.encode import EncodedPieces, with_progress
-from megacore.data.formats import BadExample, check_preference, example, format_of, has_images, preference, renamed
+from megacore.data.formats import BadExample, example, format_of, has_images, preference, renamed
 from megacore.data.grouping import grouped
 from megacore.data.indexed import IndexedDataset, IndexedWriter, Integers
 from megacore.data.model_tokenizer import GuardedTokenizer, ImageTokens, ModelFiles, Tokens
@@ -154,8 +154,8 @@ class ExampleFiles:
 
 
 def recognized(rows: Iterable[Record | Fault], keys: Mapping[str, str], pairs: bool) -> Iterator[Record | Fault]:
-    """Yield rows under our keys, those without a format as faults. InputError where one is of a format that is not
-    trained on, or not of `pairs` where these are wanted."""
+    """Yield rows under our keys, those without a format as faults, unless these are to be ``pairs``. InputError where
+    one is of a format that is not trained on."""
     for row in rows:
         if isinstance(row, Fault):
             yield row
@@ -163,8 +163,6 @@ def recognized(rows: Iterable[Record | Fault], keys: Mapping[str, str], pairs: b
         try:
             found = replace(row, values=renamed(row.values, keys))
             refused = not pairs and format_of(found.values).refused
-            if pairs:
-                check_preference(found.values)
         except BadExample as error:
             yield row.fault(str(error))
             continue
@@ -214,7 +212,8 @@ class Preparation:
             raise InputError(f"{target} is a link, and what is prepared lies in the run's own folder: remove it")
         if not target.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            with _lock(self.folder / f".{target.name}.lock"):
+            with open_lock(self.folder / f".{target.name}.lock") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # one process has it at a time, until it ends
                 if not target.exists():
                     self._prepare(target)
         found = Examples(target, self.source.pairs)
@@ -278,14 +277,6 @@ def _check_ids(found: int, known: int, name: str) -> None:
             f"{name}: the tokenizer gives ids up to {found - 1}, and the model's vocabulary ends at {known - 1}: it is "
             "another model's tokenizer, or has tokens that were added later"
         )
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold a lock that one process has at a time; it ends with the process."""
-    with open_lock(path) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 # -- a worker's part

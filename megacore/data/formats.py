@@ -163,12 +163,11 @@ def has_images(row: Mapping[str, Any], parts: bool) -> bool:
     return in_parts or bool(turns and any(row.get(key) for key in _IMAGES))
 
 
-def images_of(messages: Sequence[Message]) -> tuple[ImageFile, ...] | None:
-    """Return the images of the messages of an example, in their order; None where no content is in parts."""
+def images_of(messages: Sequence[Message]) -> tuple[ImageFile, ...]:
+    """Return the images of the messages of an example, in their order."""
     in_parts = [(number, said) for number, each in enumerate(messages, 1) if isinstance(said := each["content"], list)]
     named = ((number, key, part) for number, parts in in_parts for part in parts for key in _named(part))
-    found = tuple(ImageFile(Path(part[key]), f"message {number}: {key} {part[key]}") for number, key, part in named)
-    return found if in_parts else None
+    return tuple(ImageFile(Path(part[key]), f"message {number}: {key} {part[key]}") for number, key, part in named)
 
 
 def _named(part: Mapping[str, Any]) -> list[str]:
@@ -205,8 +204,9 @@ def _read(row: Mapping[str, Any], kind: Format) -> dict[str, Any]:
     return present
 
 
-def check_preference(row: Mapping[str, Any]) -> None:
-    """Raise BadExample for a row that is no pair."""
+def preference(row: Mapping[str, Any]) -> list[Example]:
+    """Return the prompt of a pair, the prompt with what was chosen, and the prompt with what was rejected. Where the
+    row has no prompt, it is what both begin with: messages, or characters. Raises BadExample: the row is no pair."""
     missing = [key for key in PREFERENCES.needs if row.get(key) is None]
     if missing:
         keys = ", ".join(repr(key[:_LONG]) for key, value in islice(row.items(), _LOOKED_AT) if value is not None)
@@ -214,12 +214,6 @@ def check_preference(row: Mapping[str, Any]) -> None:
             f"has {keys or 'no keys'}, and no {' and no '.join(map(repr, missing))}: preferences are "
             "pairs, whose keys a recipe names as in data.map={chosen: KEY, rejected: KEY}"
         )
-
-
-def preference(row: Mapping[str, Any]) -> list[Example]:
-    """Return the prompt of a pair, the prompt with what was chosen, and the prompt with what was rejected. Where the
-    row has no prompt, it is what both begin with: messages, or characters. Raises BadExample: the row is no pair."""
-    check_preference(row)
     present = _read(row, PREFERENCES)
     prompt, *answers = (present.get(key) for key in ("prompt", *PREFERENCES.needs))
     if not any(isinstance(each, list) for each in answers):

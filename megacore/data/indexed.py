@@ -17,7 +17,6 @@ from bisect import bisect_left, bisect_right
 from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import blake2b
-from io import BufferedWriter
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -46,21 +45,11 @@ def token_dtype(vocabulary: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocabulary < 65500 else "<i4")
 
 
-def _new(path: Path) -> BufferedWriter:
-    path.unlink(missing_ok=True)  # of a process that was killed, and had the number of this one
-    return open(path, "xb")
-
-
 def publish(temporary: Path, final: Path) -> None:
     """Move a finished file to its place on the same disk: after a crash all of it is there, or none of it."""
     sync(temporary)
     os.replace(temporary, final)
     sync(final.parent)
-
-
-def _pair(prefix: str | Path) -> tuple[Path, Path]:
-    path = Path(prefix)
-    return path.with_name(path.name + ".bin"), path.with_name(path.name + ".idx")
 
 
 @dataclass(frozen=True)
@@ -162,7 +151,8 @@ class GrowingPair:
             file.flush()
         code = next(code for code, name in DTYPES.items() if name == self.dtype.name)
         _, lengths, bounds = self.paths
-        with _new(path) as file:
+        path.unlink(missing_ok=True)  # of a process that was killed, and had the number of this one
+        with open(path, "xb") as file:
             file.write(HEADER.pack(MAGIC, VERSION, code, self.extent.sequences, self.extent.documents + 1))
             _copy(lengths, file)
             end = 0
@@ -215,7 +205,7 @@ class IndexedDataset:
     """
 
     def __init__(self, prefix: str | Path, checked: bool = False) -> None:
-        data, index = _pair(prefix)
+        data, index = (Path(f"{prefix}.{suffix}") for suffix in ("bin", "idx"))
         for file in (index, data):
             if not file.is_file():
                 raise FileNotFoundError(f"{file} is missing: a dataset is the pair {index.name} and {data.name}")

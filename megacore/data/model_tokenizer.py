@@ -58,10 +58,6 @@ ImageTokens = Sequence[tuple[str, Sequence[tuple[int, int]], Sequence[int]]]
 do not go by it) of each image of a text, in their order."""
 
 
-class NoTemplateError(InputError):
-    """The data has chats, and the model's tokenizer has no template to write them by."""
-
-
 class ModelTokenizer:
     """The tokenizer in a folder. InputError if it cannot be loaded, or does not say where its tokens are."""
 
@@ -80,13 +76,13 @@ class ModelTokenizer:
 
     @cached_property
     def template(self) -> Template:
-        """The chat template. NoTemplateError if there is none."""
+        """The chat template. InputError if there is none."""
         tokenizer = self._tokenizer
         return self._template(tokenizer, tokenizer.chat_template, partial(tokenizer.get_chat_template, None))
 
     def _template(self, tokenizer: Any, templates: Any, chosen: Callable[[list[Any] | None], str]) -> Template:
         if not templates:
-            raise NoTemplateError(
+            raise InputError(
                 "the data has chats, and the model's tokenizer no chat template: set chat.template to a file of one, "
                 "or start from a model that was made for chats"
             )
@@ -153,7 +149,7 @@ class ModelTokenizer:
         These two begin with the prompt. What counts begins where the tokens of the first of them differ from those of
         the prompt alone: an answer's first characters may be one token with the prompt's last.
 
-        NoTemplateError if it takes a chat template, and there is none.
+        InputError if it takes a chat template, and there is none.
         """
         made: list[list[Passage] | str] = []
         for row in rows:
@@ -192,7 +188,7 @@ class ModelTokenizer:
         self, row: Mapping[str, Any], train_on: TrainOn, folder: Path
     ) -> list[tuple[Tokens, ImageTokens]] | str:
         """Return the tokens of the examples that a chat in parts makes, with their images, or why there are none, as
-        transformers' processor makes them. ``folder``: the one that files are named from. NoTemplateError as above."""
+        transformers' processor makes them. ``folder``: the one that files are named from. InputError as above."""
         try:
             found = passages(row, lambda: self._processor_template, train_on, folder)
             return [self._encode_with_images(each) for each in found]
@@ -200,7 +196,7 @@ class ModelTokenizer:
             return str(error)
 
     def _encode_with_images(self, passage: Passage) -> tuple[Tokens, ImageTokens]:
-        processor, images = self._processor, passage.images or ()
+        processor, images = self._processor, passage.images
         pictures, begin = [open_image(each) for each in images], processor.tokenizer.bos_token
         try:
             made = processor(
@@ -263,14 +259,14 @@ class GuardedTokenizer:
     def __init__(self, folder: Path) -> None:
         import_transformers()
         try:
-            self._guard = Guard(lambda: ModelTokenizer(folder), (NoTemplateError, InputError))
+            self._guard = Guard(lambda: ModelTokenizer(folder), (InputError,))
         except GuardError as error:
             raise InputError(f"the model's tokenizer cannot be loaded: {error}") from error
 
     def examples(self, rows: Sequence[Record], train_on: TrainOn | None) -> list[list[Tokens] | Fault]:
         """Return the tokens of the examples that each row makes, or why there are none; where ``train_on`` is None, of
-        the two documents of a pair. InputError if the tokenizer or its template take too much for them; NoTemplateError
-        as of ModelTokenizer."""
+        the two documents of a pair. InputError if the tokenizer or its template take too much for them, or as of
+        :meth:`ModelTokenizer.rows`."""
         try:
             found = self._guard.call("rows", [row.values for row in rows], train_on)
         except GuardError as error:

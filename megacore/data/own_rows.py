@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cached_property
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -22,17 +22,7 @@ KEPT = 8
 """States of a stream that are kept for going back, a global batch apart, besides that of its start."""
 
 
-class OwnRows(Protocol):
-    """A data set: its samples, and what tells whether it is another one."""
-
-    @property
-    def identity(self) -> str: ...
-
-    def split(self, fraction: float, name: str) -> tuple[Source, Source | None]:
-        """Return the samples of this part, and those of a fraction that is held out, None where that is 0."""
-
-
-def opened(config: Config, corpus: CorpusConfig) -> OwnRows:
+def opened(config: Config, corpus: CorpusConfig) -> IndexedRows | StreamedRows:
     """Return the data set at an import path: what is there, or what a class or function there makes of the config.
     Raises ValueError: it is none, or its first row is none."""
     name, found = corpus.path, imported(corpus.path)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -73,27 +73,6 @@ class Source(Protocol):
     def length(self) -> int: ...
 
     def sample(self, index: int) -> Sample: ...
-
-
-@runtime_checkable
-class OrderedSource(Source, Protocol):
-    """A source that is read in order: from its beginning, or from a state, which is JSON."""
-
-    name: str
-
-    @property
-    def skipped(self) -> int:
-        """The number of documents that were left out here because they could not be read."""
-
-    def state(self, index: int, whole: bool = True) -> dict[str, Any] | None:
-        """Return a state from which sample ``index`` can be reached; None where it has none. Where ranks read different
-        parts, of what this one reads; ``whole``: of all that is known here."""
-
-    def merged(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return one state of those of all ranks."""
-
-    def resume(self, **state: Any) -> None:
-        """Know a state. ValueError if it is none of this stream."""
 
 
 @runtime_checkable

@@ -16,7 +16,7 @@ import json
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b, file_digest
 from itertools import zip_longest
@@ -221,11 +221,9 @@ class Stage:
         progress.write(self.folder / PROGRESS)
         self.progress = progress
 
-    @contextmanager
-    def pair(self, vocabulary: int, extent: Extent | None = None) -> Iterator[GrowingPair]:
+    def pair(self, vocabulary: int, extent: Extent | None = None) -> AbstractContextManager[GrowingPair]:
         """Write documents in the order of the input, from an extent on, and at the end their index."""
-        with _indexed(self._in_order, vocabulary, extent) as pair:
-            yield pair
+        return _indexed(self._in_order, vocabulary, extent)
 
     @property
     def _in_order(self) -> Path:

@@ -264,16 +264,13 @@ def rows(piece: FileRange, column: str | None = None) -> Iterator[Record | Fault
     if piece.path.suffix in (".parquet", ".arrow"):
         yield from _table_rows(piece, column)
         return
-    for at, line in piece.lines or _all_lines(piece):
+    for at, line in (each for block in blocks(piece) for each in block.lines or _lines_within(block)):
         if line.strip():
             found = _object(piece.path, at, line)
             yield found if isinstance(found, Fault) else Record(found, piece.path, at, size=len(line))
 
 
-def _all_lines(piece: FileRange) -> Iterator[tuple[int, bytes]]:
-    if piece.path.suffix in STREAMED:
-        yield from (each for block in blocks(piece) for each in block.lines)
-        return
+def _lines_within(piece: FileRange) -> Iterator[tuple[int, bytes]]:
     with _open(piece.path) as (_, file):
         yield from _lines(piece, file)
 

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
-from itertools import islice, repeat
+from itertools import count, islice, repeat
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -127,9 +127,8 @@ class TextFiles:
 
     def documents(self, stream: int, start: Place) -> Iterator[tuple[Place, str | Fault]]:
         """Yield the documents of a stream from a place on, without end. InputError if an epoch has none."""
-        epoch = start.epoch
-        while True:
-            count = 0
+        for epoch in count(start.epoch):
+            found_text = False
             order: Sequence[int] | Permutation = range(len(self.files))
             if self.seed is not None:
                 keys = draw(ROUNDS, self.seed, Purpose.TEXT_FILES, epoch, (stream, 0))
@@ -150,10 +149,9 @@ class TextFiles:
                         begin = start.document if (*here, part) == start[:4] else 0
                         for document in range(begin, len(found)):
                             yield Place(*here, part, document), found[chosen[document]]
-                            count += _size(found[chosen[document]]) > 0
-            if not count and epoch > start.epoch:
+                            found_text |= _size(found[chosen[document]]) > 0
+            if not found_text and epoch > start.epoch:
                 raise InputError(self._without_text(stream))
-            epoch += 1
 
     def chunks(self, loaded: tokenizer.Tokenizer, stream: int, start: Place) -> Iterator[Chunk]:
         """Yield the tokens of a stream from a document on, without end. InputError if a document cannot be read, or an
@@ -415,6 +413,7 @@ class StreamedTexts:
 
     @property
     def skipped(self) -> int:
+        """The number of documents that were left out here because they could not be read."""
         return sum(reader.faults for reader in list(self._readers.values()))
 
     def split(self, fraction: float, name: str) -> tuple[Source, Source | None]:

@@ -189,12 +189,10 @@ def _copied(folder: Path) -> Iterator[Path]:
 
 
 def fetch(source: str, folder: Path) -> None:
-    """Copy the tokenizer of a Hugging Face folder, or of a name on its hub, to `folder`. InputError if none."""
-    try:
-        given = opened(source)
-        found = companions(given, given)
-    except StoreError as error:
-        raise InputError(str(error)) from error
+    """Copy the tokenizer of a Hugging Face folder, or of a name on its hub, to `folder`. InputError if none; StoreError
+    as of :func:`opened`."""
+    given = opened(source)
+    found = companions(given, given)
     if "tokenizer.json" in found:
         for name in FILES:
             if name in found:

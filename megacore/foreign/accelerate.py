@@ -7,8 +7,6 @@ from typing import Any
 from megacore.foreign.rules import ForeignConfig, Given, Project, Rule, Verdict, only, to, where, without
 
 _FLAG = {True: True, False: False, "true": True, "false": False}
-_STARTS = "how ranks are started: NPROC_PER_NODE, NNODES, NODE_RANK and MASTER_ADDR (docs/launch.md)"
-_LOADS = "weights are loaded as shards, by each rank its own"
 _SHARDS = {
     **dict.fromkeys(("FULL_SHARD", 1, "1"), "parameters"),
     **dict.fromkeys(("SHARD_GRAD_OP", 2, "2"), "gradients"),
@@ -57,8 +55,6 @@ _RULES: dict[str, Rule] = {
         "memory.recompute", {value: "full" if on else "none" for value, on in _FLAG.items()}
     ),
     "fsdp_config.fsdp_version": without("the numbers are the same"),
-    "fsdp_config.fsdp_cpu_ram_efficient_loading": without(_LOADS),
-    "fsdp_config.fsdp_sync_module_states": without(_LOADS),
     "fsdp_config.fsdp_state_dict_type": without("checkpoints are shards, and go to any layout (docs/checkpoints.md)"),
     "fsdp_config.*": without("what is gathered together, and when, is decided here"),
     "parallelism_config.parallelism_config_tp_size": to("mesh.tp", int),
@@ -68,16 +64,15 @@ _RULES: dict[str, Rule] = {
     "parallelism_config.parallelism_config_cp_comm_strategy": to(
         "context.exchange", {"allgather": "gather", "alltoall": "ring"}
     ),
-    **{
-        key: without(_STARTS)
-        for key in (
-            *("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids"),
-            *("rdzv_backend", "same_network", "compute_environment", "enable_cpu_affinity", "main_training_function"),
-        )
-    },
-    "downcast_bf16": without("is for TPUs"),
-    "tpu_*": without("is for TPUs"),
     "debug": without("what goes wrong is said, and where each rank stands"),
+}
+_WITHOUT = {
+    "how ranks are started: NPROC_PER_NODE, NNODES, NODE_RANK and MASTER_ADDR (docs/launch.md)": "num_processes "
+    "num_machines machine_rank main_process_ip main_process_port gpu_ids rdzv_backend same_network compute_environment "
+    "enable_cpu_affinity main_training_function",
+    "weights are loaded as shards, by each rank its own": "fsdp_config.fsdp_cpu_ram_efficient_loading "
+    "fsdp_config.fsdp_sync_module_states",
+    "is for TPUs": "downcast_bf16 tpu_*",
 }
 
 
@@ -87,4 +82,4 @@ def _defaults(given: Given) -> Given:
     return {"mixed_precision": "no"} | ({"fsdp_config.fsdp_reshard_after_forward": True} if shards else {})
 
 
-ACCELERATE = Project("accelerate", _RULES, _defaults)
+ACCELERATE = Project("accelerate", _RULES, _WITHOUT, _defaults)

@@ -19,9 +19,7 @@ _KEYS = {
 }
 """{a key of a data set that names one of its columns: ours of data.map}."""
 _SHAREGPT = {"messages": "conversations", "role": "from", "content": "value"}
-_KERNELS = "kernels are chosen here (docs/kernels.md)"
 _ADAPTERS = ("lora", "qlora")
-_PER_EPOCH = "is said in steps here"
 
 
 def _corpora(key: str) -> Rule:
@@ -123,7 +121,6 @@ _RULES: dict[str, Rule] = {
     "peft_use_rslora": _lora_key("lora.rslora", bool),
     "peft_use_dora": off("DoRA is not here"),
     "lora_modules_to_save": off("adapters are trained alone: leave it out, or train all weights"),
-    "lora_*kernel": without(_KERNELS),
     "load_in_8bit": _base("int8"),
     "load_in_4bit": _base("nf4"),
     "bnb_config_kwargs*": without("scales are not quantised once more here"),
@@ -169,10 +166,6 @@ _RULES: dict[str, Rule] = {
     "eval_steps": to("evaluate.every"),
     "save_steps": to("checkpoint.every"),
     "save_total_limit": to("checkpoint.keep"),
-    "evals_per_epoch": without(f"{_PER_EPOCH}: evaluate.every"),
-    "saves_per_epoch": without(f"{_PER_EPOCH}: checkpoint.every"),
-    "eval_strategy": without(f"{_PER_EPOCH}: evaluate.every"),
-    "save_strategy": without(f"{_PER_EPOCH}: checkpoint.every"),
     "load_best_model_at_end": to("checkpoint.best", bool),
     "early_stopping_patience": to("evaluate.patience"),
     "auto_resume_from_checkpoints": where(
@@ -196,28 +189,17 @@ _RULES: dict[str, Rule] = {
     "special_tokens": off("tokens are those of the model's tokenizer"),
     "tokens": off("tokens cannot be added"),
     "unfrozen_parameters": to("train.only", list),
-    "plugins": without(_KERNELS),
-    "liger_*": without(_KERNELS),
-    **{
-        key: without(_KERNELS)
-        for key in ("flash_attention", "sdp_attention", "xformers_attention", "eager_attention", "flash_attn_*")
-    },
-    **{
-        key: without("is found in the model's folder")
-        for key in ("model_type", "tokenizer_type", "is_*_derived_model", "trust_remote_code", "tokenizer_config")
-    },
-    **{
-        key: without("prepared data lie in the run's folder")
-        for key in ("dataset_prepared_path", "dataset_processes", "dataset_num_proc", "shuffle_merged_datasets")
-    },
-    **{
-        key: without("says nothing of the training")
-        for key in ("strict", "debug", "local_rank", "ddp*", "tf32", "group_by_length", "dataloader_*", "axolotl_*")
-    },
-    **{
-        key: without("rows are packed and of one length")
-        for key in ("pad_to_sequence_len", "eval_sample_packing", "sample_packing_*", "eval_batch_size")
-    },
+}
+_WITHOUT = {
+    "kernels are chosen here (docs/kernels.md)": "flash_attention flash_attn_* sdp_attention xformers_attention "
+    "eager_attention plugins liger_* lora_*kernel",
+    "is said in steps here: evaluate.every": "evals_per_epoch eval_strategy",
+    "is said in steps here: checkpoint.every": "saves_per_epoch save_strategy",
+    "is found in the model's folder": "model_type tokenizer_type tokenizer_config is_*_derived_model trust_remote_code",
+    "prepared data lie in the run's folder": "dataset_prepared_path dataset_processes dataset_num_proc "
+    "shuffle_merged_datasets",
+    "rows are packed and of one length": "pad_to_sequence_len eval_sample_packing sample_packing_* eval_batch_size",
+    "says nothing of the training": "strict debug local_rank ddp* tf32 group_by_length dataloader_* axolotl_*",
 }
 
 
@@ -228,4 +210,4 @@ def _defaults(given: Given) -> Given:
     return found | ({"lora_alpha": 16} if given.get("adapter") in _ADAPTERS else {})
 
 
-AXOLOTL = Project("axolotl", _RULES, _defaults)
+AXOLOTL = Project("axolotl", _RULES, _WITHOUT, _defaults)

@@ -9,21 +9,7 @@ from typing import Any
 
 from megacore.foreign.rules import ForeignConfig, Given, Project, Rule, Verdict, batch, off, only, to, where, without
 
-_TUNING = "how messages and memory are cut up; nothing of it is to be set here"
 _OURS = "how gradients travel is decided here, and no numbers depend on it"
-
-
-def _unless_auto(rule: Rule) -> Rule:
-    def found(value: Any, config: ForeignConfig) -> Verdict:
-        if value == "auto":
-            return Verdict(remark="auto: the Trainer's arguments say it, which are not in the file")
-        return rule(value, config)
-
-    return found
-
-
-def _loss_scale(value: Any, config: ForeignConfig) -> Verdict:
-    return Verdict(remark="dynamic, as here" if not value else "a fixed scale is not here", refused=bool(value))
 
 
 def _mics(value: Any, config: ForeignConfig) -> Verdict:
@@ -49,9 +35,6 @@ _RULES: dict[str, Rule] = {
     "optimizer.params.weight_decay": to("optimizer.weight_decay", float, "here of matrices alone"),
     "optimizer.params.adam_w_mode": only(True, why="Adam's own decay, in the gradient, is not here"),
     "optimizer.params.bias_correction": only(True, why="moments are corrected for their beginning here"),
-    "optimizer.params.torch_adam": without("the fused kernel is chosen here"),
-    "optimizer.params.fused": without("the fused kernel is chosen here"),
-    "optimizer.legacy_fusion": without("the fused kernel is chosen here"),
     "scheduler.type": to(
         "schedule.name", {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
     ),
@@ -68,7 +51,7 @@ _RULES: dict[str, Rule] = {
     "bf16.enabled": where({True: {"train.precision": "bf16"}, False: {}}, "is true or false"),
     "fp16.enabled": where({True: {"train.precision": "fp16"}, False: {}}, "is true or false"),
     "precision": to("train.precision"),
-    "fp16.loss_scale": _loss_scale,
+    "fp16.loss_scale": off("the scale is dynamic here"),
     "fp16.initial_scale_power": to("loss_scale.initial", lambda power: float(2 ** int(power))),
     "fp16.loss_scale_window": to("loss_scale.growth_interval"),
     "fp16.min_loss_scale": to("loss_scale.minimum", float),
@@ -89,7 +72,7 @@ _RULES: dict[str, Rule] = {
     "zero_optimization.zero_quantized_weights": off("weights are gathered as they are here"),
     "zero_optimization.zero_quantized_gradients": off("gradients are summed as they are here"),
     "zero_optimization.mics_shard_size": _mics,
-    "zero_optimization.*": without(_TUNING),
+    "zero_optimization.*": without("how messages and memory are cut up; nothing of it is to be set here"),
     "tensor_parallel.autotp_size": to("mesh.tp"),
     "sequence_parallel_size": to("mesh.cp"),
     "activation_checkpointing.cpu_checkpointing": where(
@@ -105,11 +88,6 @@ _RULES: dict[str, Rule] = {
     "communication_data_type": lambda value, config: (
         Verdict({"zero.compress": "bf16"}) if value in ("bf16", "bfp16") else Verdict(remark=_OURS)
     ),
-    "seq_parallel_communication_data_type": without(_OURS),
-    "fp32_allreduce": without(_OURS),
-    "prescale_gradients": without(_OURS),
-    "gradient_predivide_factor": without(_OURS),
-    "sparse_gradients": without(_OURS),
     "data_types.grad_accum_dtype": only("fp32", None, why="gradients are added up in fp32 here"),
     "zero_allow_untested_optimizer": without("the optimizer is AdamW"),
     "zero_force_ds_cpu_optimizer": without("which code updates follows from memory.offload_optimizer"),
@@ -118,14 +96,16 @@ _RULES: dict[str, Rule] = {
     "elasticity.*": without("NNODES=LEAST:MOST on each node (docs/reliability.md)"),
     "flops_profiler.*": without("megacore plan counts FLOPs; log.profile records a step"),
     **{
-        key: without("says nothing of the training")
-        for key in ("wall_clock_breakdown", "dump_state", "comms_logger.*", "csv_monitor.*", "memory_breakdown")
-    },
-    **{
         f"{key}.enabled": off("is not here")
         for key in ("curriculum_learning", "progressive_layer_drop", "eigenvalue", "quantize_training", "autotuning")
     },
     "autotuning.*": without("megacore plan --fit finds layouts"),
+}
+_WITHOUT = {
+    "the fused kernel is chosen here": "optimizer.params.torch_adam optimizer.params.fused optimizer.legacy_fusion",
+    _OURS: "seq_parallel_communication_data_type fp32_allreduce prescale_gradients gradient_predivide_factor "
+    "sparse_gradients",
+    "says nothing of the training": "wall_clock_breakdown dump_state comms_logger.* csv_monitor.* memory_breakdown",
 }
 
 
@@ -145,4 +125,5 @@ def _defaults(given: Given) -> Given:
     return found
 
 
-DEEPSPEED = Project("DeepSpeed", {key: _unless_auto(rule) for key, rule in _RULES.items()}, _defaults)
+_AUTO = "auto: the Trainer's arguments say it, which are not in the file"
+DEEPSPEED = Project("DeepSpeed", _RULES, _WITHOUT, _defaults, lambda value: _AUTO if value == "auto" else "")

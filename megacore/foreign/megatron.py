@@ -11,10 +11,6 @@ from typing import Any
 from megacore.batch_sizes import BatchSizes, Ramp
 from megacore.foreign.rules import ForeignConfig, Given, Project, Rule, Verdict, off, only, to, where, without
 
-_KERNELS = "kernels are chosen here (docs/kernels.md)"
-_OVERLAP = "messages travel beside the computing here wherever they can"
-_TOKENIZER = "token files are read; the tokenizer beside them, if there is one, goes with the model"
-_STARTS = "how ranks are started: NPROC_PER_NODE, NNODES, NODE_RANK and MASTER_ADDR (docs/launch.md)"
 _SHELL = re.compile(r"\[@\]|\[\*\]|\.py$|^(export|torchrun|python3?|\\)$")
 _VARIABLE = re.compile(r"\$\{?(\w+)(?::-([^}]*))?\}?")
 
@@ -124,7 +120,7 @@ def _vocabulary(value: Any, config: ForeignConfig) -> Verdict:
 def _dropout(value: Any, config: ForeignConfig) -> Verdict:
     if _family(config.given) == "gpt2":
         return Verdict({"model.resid_pdrop": value, "model.embd_pdrop": value})
-    return Verdict(remark="so here too" if not value else "this family drops no activations: 0", refused=bool(value))
+    return off("this family drops no activations: 0")(value, config)
 
 
 def _attention_dropout(value: Any, config: ForeignConfig) -> Verdict:
@@ -244,13 +240,6 @@ _RULES: dict[str, Rule] = {
     "moe-aux-loss-coeff": off("set experts.batch_balance or experts.sequence_balance, which are counted otherwise"),
     "moe-z-loss-coeff": off("set experts.z_loss, which is counted otherwise"),
     "moe-*": without("nothing is dropped or padded here, and numbers are the same"),
-    **{
-        key: without("says the family")
-        for key in (
-            *("swiglu", "normalization", "position-embedding-type", "use-rotary-position-embeddings", "add-qkv-bias"),
-            *("disable-bias-linear", "qk-layernorm", "group-query-attention", "no-position-embedding"),
-        )
-    },
     "init-method-std": to("model.initializer_range"),
     "make-vocab-size-divisible-by": without("the vocabulary is padded to tp in memory alone"),
     "seq-length": to("data.sequence_length"),
@@ -326,23 +315,21 @@ _RULES: dict[str, Rule] = {
     "wandb-project": to("log.wandb"),
     "seed": lambda value, config: Verdict({"train.seed": value, "data.seed": value}, "other numbers come of it"),
     "distributed-timeout-minutes": to("train.timeout", float),
-    **{key: without(_STARTS) for key in ("nproc-per-node", "nnodes", "node-rank", "master-*", "rdzv-*")},
-    **{key: without(_TOKENIZER) for key in ("tokenizer-*", "vocab-file", "merge-file", "mock-data", "data-cache-path")},
-    **{
-        key: without(_KERNELS)
-        for key in ("transformer-impl", "use-flash-attn", "attention-backend", "no-*-fusion", "cross-entropy-*")
-    },
-    **{key: without(_OVERLAP) for key in ("overlap-*", "tp-comm-overlap*", "ddp-*", "align-*", "delay-*")},
-    **{
-        key: without("says nothing of the training")
-        for key in (
-            *("use-mcore-models", "num-workers", "distributed-backend", "log-*", "tensorboard-*", "wandb-*"),
-            *("timing-*", "manual-gc*", "ckpt-*", "dist-ckpt-*", "async-save", "use-checkpoint-args", "no-load-*"),
-            *("use-dist-ckpt", "no-save-*", "exit-*", "override-opt*", "use-cpu-initialization", "profile*"),
-            *("no-create-attention-mask*", "attention-softmax-in-fp32", "accumulate-allreduce-grads-in-fp32"),
-            *("use-megatron-fsdp", "finetune", "empty-unused-memory-level", "calculate-per-token-loss"),
-        )
-    },
+}
+_WITHOUT = {
+    "says the family": "swiglu normalization position-embedding-type use-rotary-position-embeddings add-qkv-bias "
+    "disable-bias-linear qk-layernorm group-query-attention no-position-embedding",
+    "how ranks are started: NPROC_PER_NODE, NNODES, NODE_RANK and MASTER_ADDR (docs/launch.md)": "nproc-per-node "
+    "nnodes node-rank master-* rdzv-*",
+    "token files are read; the tokenizer beside them, if there is one, goes with the model": "tokenizer-* vocab-file "
+    "merge-file mock-data data-cache-path",
+    "kernels are chosen here (docs/kernels.md)": "transformer-impl use-flash-attn attention-backend no-*-fusion "
+    "cross-entropy-*",
+    "messages travel beside the computing here wherever they can": "overlap-* tp-comm-overlap* ddp-* align-* delay-*",
+    "says nothing of the training": "use-mcore-models num-workers distributed-backend log-* tensorboard-* wandb-* "
+    "timing-* manual-gc* ckpt-* dist-ckpt-* async-save use-checkpoint-args no-load-* use-dist-ckpt no-save-* exit-* "
+    "override-opt* use-cpu-initialization profile* no-create-attention-mask* attention-softmax-in-fp32 "
+    "accumulate-allreduce-grads-in-fp32 use-megatron-fsdp finetune empty-unused-memory-level calculate-per-token-loss",
 }
 
 
@@ -367,13 +354,8 @@ def _defaults(given: Given) -> Given:
     return found
 
 
-def _unless_variable(rule: Rule) -> Rule:
-    def found(value: Any, config: ForeignConfig) -> Verdict:
-        if "$" in str(value):
-            return Verdict(remark=f"{value} is set elsewhere")
-        return rule(value, config)
-
-    return found
+def _elsewhere(value: Any) -> str:
+    return f"{value} is set elsewhere" if "$" in str(value) else ""
 
 
-MEGATRON = Project("Megatron-LM", {key: _unless_variable(rule) for key, rule in _RULES.items()}, _defaults)
+MEGATRON = Project("Megatron-LM", _RULES, _WITHOUT, _defaults, _elsewhere)

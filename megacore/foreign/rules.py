@@ -82,17 +82,21 @@ def without(why: str) -> Rule:
 @dataclass(frozen=True)
 class Project:
     """A project whose configs are read. ``rules``: {key, or a pattern of keys: its rule}; a key itself goes before
-    patterns, and these in their order; ``defaults``: the values of keys that are left out, where they are others than
-    ours, by all keys."""
+    patterns, and these in their order; ``without``: {the reason: such keys that have no meaning here, with blanks
+    between them}; ``defaults``: the values of keys that are left out, where they are others than ours, by all keys;
+    ``elsewhere``: a value -> where another one stands in its place; empty if none does."""
 
     name: str
     rules: Mapping[str, Rule]
-    defaults: Callable[[Given], Given] = lambda given: {}
+    without: Mapping[str, str]
+    defaults: Callable[[Given], Given]
+    elsewhere: Callable[[Any], str] = lambda value: ""
 
     def rule(self, key: str) -> Rule | None:
         """Return the rule of a key; None where it is unknown."""
-        named = next((rule for pattern, rule in self.rules.items() if fnmatchcase(key, pattern)), None)
-        return self.rules.get(key, named)
+        rules = {**self.rules, **{key: without(why) for why, keys in self.without.items() for key in keys.split()}}
+        named = next((rule for pattern, rule in rules.items() if fnmatchcase(key, pattern)), None)
+        return rules.get(key, named)
 
 
 @dataclass(frozen=True)
@@ -110,8 +114,7 @@ def account(project: Project, given: Given, gpus: int | None = None) -> list[Acc
     config, rows, taken = ForeignConfig(given, gpus), list[AccountRow](), dict[str, tuple[str, Any]]()
     left_out = {key: value for key, value in project.defaults(given).items() if key not in given}
     for key, value in {**given, **left_out}.items():
-        rule = project.rule(key)
-        verdict = Verdict(remark="unknown here", refused=True) if rule is None else _verdict(rule, value, config)
+        verdict = _verdict(project, key, value, config)
         for ours, made in verdict.keys.items():
             other, before = taken.setdefault(ours, (key, made))
             if before != made:
@@ -121,7 +124,11 @@ def account(project: Project, given: Given, gpus: int | None = None) -> list[Acc
     return rows
 
 
-def _verdict(rule: Rule, value: Any, config: ForeignConfig) -> Verdict:
+def _verdict(project: Project, key: str, value: Any, config: ForeignConfig) -> Verdict:
+    if (rule := project.rule(key)) is None:
+        return Verdict(remark="unknown here", refused=True)
+    if said := project.elsewhere(value):
+        return Verdict(remark=said)
     try:
         return rule(value, config)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # files of strangers hold anything

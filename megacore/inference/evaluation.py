@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from megacore.data.chat import TrainOn
-from megacore.inference.evaluation_data import LONGEST, Document, DocumentFiles, data_files, is_tokens
+from megacore.inference.evaluation_data import LONGEST, Document, DocumentFiles, Windows, data_files, is_tokens
 from megacore.inference.loaded_model import ModelSetup
 from megacore.inference.texts import Texts
 from megacore.parallel.enum_errors import ContextExchange
@@ -49,11 +49,9 @@ class EvaluationSetup:
     microbatches."""
 
     files: DocumentFiles
-    sequence_length: int
-    stride: int
+    windows: Windows
     tokens: int
-    by_position: int | None
-    pairs: bool = False
+    pairs: bool
 
     @classmethod
     def of(cls, folder: WeightFolder, data: Sequence[Path], how: EvaluationOptions) -> EvaluationSetup:
@@ -87,7 +85,7 @@ class EvaluationSetup:
             raise StoreError("there are no documents in the data")
         if pairs and how.sequence_length is None:
             length = longest or sys.maxsize
-        return cls(files, length, step, how.tokens, how.by_position, pairs)
+        return cls(files, Windows(length, step, how.by_position), how.tokens, pairs)
 
     def measure(self, model: Model, watched: Watched = iter) -> dict[str, Any]:
         """Return what ``megacore evaluate --json`` prints, the same on every rank of the model's mesh, which all call
@@ -97,8 +95,7 @@ class EvaluationSetup:
 
         if self.pairs:
             return self._of_pairs(model, watched)
-        windows = perplexity.Windows(self.sequence_length, self.stride, self.by_position)
-        measured = perplexity.evaluate(model, watched(self.files.documents()), windows, self.tokens)
+        measured = perplexity.evaluate(model, watched(self.files.documents()), self.windows, self.tokens)
         if not measured.tokens:
             raise StoreError("the data has no token to predict: no document has more than one")
         return self._data(measured)
@@ -106,19 +103,19 @@ class EvaluationSetup:
     def _of_pairs(self, model: Model, watched: Watched) -> dict[str, Any]:
         from megacore.inference import perplexity
 
-        seen = 0
+        seen, longest = 0, self.windows.length
 
         def fitting(pairs: Iterable[Sequence[Document]]) -> Iterator[Sequence[Document]]:
             nonlocal seen
             for pair in pairs:
                 seen += 1
-                if max(len(document.tokens) for document in pair) <= self.sequence_length:
+                if max(len(document.tokens) for document in pair) <= longest:
                     yield pair
 
         measured = perplexity.of_pairs(model, fitting(watched(self.files.pairs())), self.tokens)
         rewards, pairs = measured.rewards, len(measured.rewards)
         if not pairs:
-            raise StoreError(f"no pair of the data has at most {self.sequence_length:,} tokens in each document")
+            raise StoreError(f"no pair of the data has at most {longest:,} tokens in each document")
         data: dict[str, Any] = {"pairs": pairs, "too_long": seen - pairs}
         each = {"": rewards} if model.config.labels else {"": rewards, "_per_token": rewards / measured.counted}
         for name, values in each.items():
@@ -133,23 +130,18 @@ class EvaluationSetup:
             "documents": measured.documents,
             "tokens": measured.tokens,
             "bytes": size,
-            "sequence_length": self.sequence_length,
-            "stride": self.stride,
+            "sequence_length": self.windows.length,
+            "stride": self.windows.stride,
             "loss": loss,
             "perplexity": _exp(loss),
             "loss_per_byte": per_byte,
             "perplexity_per_byte": None if per_byte is None else _exp(per_byte),
             "bits_per_byte": None if per_byte is None else per_byte / math.log(2),
         }
-        if self.by_position is not None:
+        if (by := self.windows.bucket) is not None:
             data["by_position"] = [
-                {
-                    "from": number * self.by_position,
-                    "to": (number + 1) * self.by_position,
-                    "tokens": bucket.tokens,
-                    "loss": bucket.loss / bucket.tokens if bucket.tokens else None,
-                }
-                for number, bucket in enumerate(measured.buckets)
+                {"from": at * by, "to": (at + 1) * by, "tokens": tokens, "loss": loss / tokens if tokens else None}
+                for at, (tokens, loss) in enumerate(measured.buckets)
             ]
         return data
 

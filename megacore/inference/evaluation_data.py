@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +20,11 @@ from megacore.data.indexed import IndexedDataset
 from megacore.data.model_tokenizer import GuardedTokenizer
 from megacore.data.text import Fault, FileRange, InputError
 from megacore.inference.texts import Texts
+from megacore.parallel.labels import IGNORE
 from megacore.store.io.strict_json import StoreError
 
 _IMAGES = "has images, and text alone is evaluated: leave them out, or have a run evaluate them (data.validation)"
+Integers = npt.NDArray[np.int64]
 LONGEST = 2048
 """Tokens of a window by default, for models that would take more."""
 
@@ -30,9 +34,57 @@ class Document:
     """A text as the model reads it: tokens int64 [n]; counted bool [n], those whose prediction counts (nothing predicts
     the first); size, the bytes of the text that they stand for, None where it is not known."""
 
-    tokens: npt.NDArray[np.int64]
+    tokens: Integers
     counted: npt.NDArray[np.bool_]
     size: int | None
+
+
+class Excerpt(NamedTuple):
+    """Tokens that the model reads at once, the next ones (IGNORE where it does not count), and the number of the sum
+    that each one's score is added to: int64 [t] each."""
+
+    tokens: Integers
+    labels: Integers
+    sums: Integers
+
+    @classmethod
+    def padding(cls, size: int) -> Excerpt:
+        return cls(np.zeros(size, np.int64), np.full(size, IGNORE), np.zeros(size, np.int64))
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The way that documents are cut.
+
+    Tokens i + 1 of a document are predicted from those before: all but its first, each once. A window is the tokens
+    that the model reads at once, at most ``length``; the first begins with the document, and each further one
+    ``stride`` tokens after the one before. Of a window only the predictions count that no window before it has made,
+    so each token that a later window predicts has at least ``length - stride`` tokens of context.
+
+    So many positions of a document as ``bucket`` says have a sum of their own, None for one sum of all; a label's
+    position is the number of tokens before it.
+    """
+
+    length: int
+    stride: int
+    bucket: int | None = None
+
+    def buckets(self, positions: Integers) -> Integers:
+        """Return the bucket of each position, [n]."""
+        return positions // (self.bucket or sys.maxsize)
+
+    def of(self, document: Document) -> Iterator[Excerpt]:
+        """Yield each window; the sums are those of the buckets."""
+        tokens, predictions, done = document.tokens, len(document.tokens) - 1, 0
+        all_labels = np.where(document.counted, tokens, IGNORE)[1:]
+        for start in range(0, max(predictions, 0), self.stride):
+            stop = min(start + self.length, predictions)
+            labels = all_labels[start:stop].copy()
+            labels[: done - start] = IGNORE
+            yield Excerpt(tokens[start:stop], labels, self.buckets(np.arange(start + 1, stop + 1)))
+            done = stop
+            if stop == predictions:
+                return
 
 
 @dataclass(frozen=True)
@@ -55,7 +107,7 @@ class DocumentFiles:
         except (InputError, OSError, ValueError) as error:
             raise StoreError(str(error)) from error
 
-    def _checked(self, path: Path, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def _checked(self, path: Path, tokens: Integers) -> Integers:
         least, largest = int(tokens.min(initial=0)), int(tokens.max(initial=0))
         if least < 0 or largest >= self.vocabulary:
             raise InputError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -62,16 +62,12 @@ def model_from(
     model = Model.create(whole.config, layout, mesh, dtype or dtype_of(whole), tuning=tuning, context=context)
     model.train(False)
     loader = Loader(model.parameters, control)
-    _fill(model, loader.tensors(whole, "weights"))
+    with torch.no_grad():
+        for name, tensor in loader.tensors(whole, "weights"):
+            model.parameters[name].copy_(model.parameters.as_held(name, tensor))
     if verified:
         loader.verify()
     return model
-
-
-@torch.no_grad()
-def _fill(model: Model, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    for name, tensor in tensors:
-        model.parameters[name].copy_(model.parameters.as_held(name, tensor))
 
 
 def microbatch_of(model: Model, whole: Batch) -> Microbatch:

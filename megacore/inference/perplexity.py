@@ -1,20 +1,14 @@
-"""The loss of a model on documents, in windows, through the parallel model, by position if asked for.
-
-Tokens i + 1 of a document are predicted from those before: all but its first, each once. A window is the tokens that
-the model reads at once, at most ``length``; the first begins with the document, and each further one ``stride`` tokens
-after the one before. Of a window only the predictions count that no window before it has made, so each token that a
-later window predicts has at least ``length - stride`` tokens of context.
-"""
+"""The loss of a model on documents, in windows, through the parallel model, by position if asked for."""
 
 from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +18,7 @@ from torch import Tensor
 
 from megacore.data.batches import Batch
 from megacore.data.grouping import fitting
-from megacore.inference.evaluation_data import Document
+from megacore.inference.evaluation_data import Document, Excerpt, Integers, Windows
 from megacore.inference.model_loader import microbatch_of
 from megacore.models.assemble import Model
 from megacore.models.decoder import Decoder, Microbatch
@@ -33,70 +27,21 @@ from megacore.parallel.enum_errors import Score
 from megacore.parallel.labels import IGNORE
 from megacore.parallel.pipeline.run import Pipeline
 
-Integers = npt.NDArray[np.int64]
-AT_ONCE = 4  # microbatches of each stage in one pass: then the pipeline is mostly full
-
-
-class Excerpt(NamedTuple):
-    """Tokens that the model reads at once, the next ones (IGNORE where it does not count), and the number of the sum
-    that each one's score is added to: int64 [t] each."""
-
-    tokens: Integers
-    labels: Integers
-    sums: Integers
-
-    @classmethod
-    def padding(cls, size: int) -> Excerpt:
-        return cls(np.zeros(size, np.int64), np.full(size, IGNORE), np.zeros(size, np.int64))
-
-
 Pack = list[Excerpt]
-
-
-@dataclass(frozen=True)
-class Windows:
-    """The way that documents are cut: see the module. So many positions of a document as `bucket` says have a sum of
-    their own, None for one sum of all; a label's position is the number of tokens before it."""
-
-    length: int
-    stride: int
-    bucket: int | None = None
-
-    def buckets(self, positions: Integers) -> Integers:
-        """Return the bucket of each position, [n]."""
-        return positions // (self.bucket or sys.maxsize)
-
-    def of(self, document: Document) -> Iterator[Excerpt]:
-        """Yield each window; the sums are those of the buckets."""
-        tokens, predictions, done = document.tokens, len(document.tokens) - 1, 0
-        all_labels = np.where(document.counted, tokens, IGNORE)[1:]
-        for start in range(0, max(predictions, 0), self.stride):
-            stop = min(start + self.length, predictions)
-            labels = all_labels[start:stop].copy()
-            labels[: done - start] = IGNORE
-            yield Excerpt(tokens[start:stop], labels, self.buckets(np.arange(start + 1, stop + 1)))
-            done = stop
-            if stop == predictions:
-                return
-
-
-class PositionBucket(NamedTuple):
-    """The number of tokens that were predicted at successive positions, and the sum of their losses, in nats."""
-
-    tokens: int
-    loss: float
+AT_ONCE = 4  # microbatches of each stage in one pass: then the pipeline is mostly full
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
     """The summed loss of so many predicted tokens, in nats; documents: those with one of them; size: the bytes of their
-    text, None where it is not known; buckets: the loss by position, up to the last one that counts."""
+    text, None where it is not known; buckets: (predicted tokens, their summed loss) of successive positions, up to the
+    last one that counts."""
 
     loss: float
     tokens: int
     documents: int
     size: int | None
-    buckets: tuple[PositionBucket, ...]
+    buckets: tuple[tuple[int, float], ...]
 
 
 def evaluate(model: Model, documents: Iterable[Document], windows: Windows, together: int) -> EvaluationResult:
@@ -105,12 +50,22 @@ def evaluate(model: Model, documents: Iterable[Document], windows: Windows, toge
     Every rank of the model's mesh calls this with the same ones, and gets the same answer; data-parallel ranks share
     out the microbatches, of `together` tokens: as many windows as fit, or one.
     """
-    count = _Count()
-    packs = fitting(count.windows(documents, windows), lambda window: len(window.tokens), together)
-    losses = summed(model, packs, "loss")
+    tokens, count = Counter[int](), 0
+    size: int | None = 0
+
+    def excerpts() -> Iterator[Excerpt]:
+        nonlocal count, size
+        for document in documents:
+            if counted := windows.buckets(np.flatnonzero(document.counted[1:]) + 1).tolist():
+                tokens.update(counted)
+                count += 1
+                size = None if size is None or document.size is None else size + document.size
+                yield from windows.of(document)
+
+    losses = summed(model, excerpts(), "loss", together)
     # Labels that do not count may lie beyond the last one that does.
-    buckets = tuple(PositionBucket(*each) for each in zip(count.tokens.tolist(), losses, strict=False))
-    return EvaluationResult(math.fsum(losses), int(count.tokens.sum()), count.documents, count.size, buckets)
+    buckets = tuple((tokens[number], losses[number]) for number in range(1 + max(tokens, default=-1)))
+    return EvaluationResult(math.fsum(losses), tokens.total(), count, size, buckets)
 
 
 def log_likelihoods(
@@ -131,10 +86,8 @@ def log_likelihoods(
             labels[: max(0, len(labels) - len(continuation))] = IGNORE
             yield Excerpt(tokens[:-1], labels, np.full(len(labels), number))
 
-    def scored(score: Score) -> list[float]:
-        return summed(model, fitting(excerpts(), lambda each: len(each.tokens), together), score)
-
-    rows = zip(requests, scored("loss"), scored("most_likely"), strict=True)
+    losses, found = (summed(model, excerpts(), score, together) for score in ("loss", "most_likely"))
+    rows = zip(requests, losses, found, strict=True)
     return [(-loss, right == min(len(continuation), longest)) for (_, continuation), loss, right in rows]
 
 
@@ -164,29 +117,29 @@ def of_pairs(model: Model, pairs: Iterable[Sequence[Document]], together: int) -
                 tokens, labels = tokens[:-1], labels[1:]
             yield Excerpt(tokens, labels, np.full(len(tokens), number))
 
-    packs = fitting(excerpts(), lambda each: len(each.tokens), together)
-    sums = summed(model, packs, "logit" if scores else "loss")
+    sums = summed(model, excerpts(), "logit" if scores else "loss", together)
     rewards = np.array(sums[: len(counted)]).reshape(-1, 2)
     return PairsResult(rewards if scores else -rewards, np.array(counted).reshape(-1, 2))
 
 
-def summed(model: Model, packs: Iterator[Pack], score: Score) -> list[float]:
-    """Return the sums, over all labels, of what a score says of them; packs: the windows of each microbatch. Ranks are
-    as of :func:`evaluate`."""
+def summed(model: Model, excerpts: Iterable[Excerpt], score: Score, together: int) -> list[float]:
+    """Return the sums, over all labels, of what a score says of them. Ranks and `together` are as of
+    :func:`evaluate`."""
     mesh, found, size = model.parameters.mesh, list[Tensor](), 0
 
-    def sized() -> Iterator[Pack]:
+    def sized() -> Iterator[Excerpt]:
         nonlocal size
-        for pack in packs:
-            size = max(size, *(int(window.sums.max(initial=-1)) + 1 for window in pack))
-            yield pack
+        for excerpt in excerpts:
+            size = max(size, int(excerpt.sums.max(initial=-1)) + 1)
+            yield excerpt
 
     # Every chunk but the last hands on activations; what the last one gives is kept here, and its sum is of no use.
     pipeline = Pipeline(mesh, [partial(_scored, chunk, score, found) for chunk in model.chunks], model.parameters.dtype)
     pipeline.placement = model.parameters.layout.placement
     one = torch.ones((), device=mesh.device)
     total = torch.zeros(0, dtype=torch.float64, device=mesh.device)
-    own = _dealt(sized(), mesh.shape.data, mesh.data_rank)
+    packs = fitting(sized(), lambda excerpt: len(excerpt.tokens), together)
+    own = _dealt(packs, mesh.shape.data, mesh.data_rank)
     while group := [_microbatch(model, pack) for pack in islice(own, AT_ONCE * mesh.shape.pp)]:
         pipeline.evaluate([microbatch for microbatch, _ in group], one)
         ends = max(int(sums.max()) for _, sums in group) + 1
@@ -203,26 +156,6 @@ def _scored(chunk: Decoder, score: Score, found: list[Tensor], x: Tensor | None,
         return y
     found.append(y)
     return y.sum()
-
-
-@dataclass
-class _Count:
-    """The counts of the documents that have gone by, of tokens by bucket: int64 [buckets]."""
-
-    tokens: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
-    documents: int = 0
-    size: int | None = 0
-
-    def windows(self, documents: Iterable[Document], windows: Windows) -> Iterator[Excerpt]:
-        for document in documents:
-            counted = windows.buckets(np.flatnonzero(document.counted[1:]) + 1)
-            if counted.size:
-                found = np.bincount(counted, minlength=len(self.tokens))
-                found[: len(self.tokens)] += self.tokens
-                self.tokens = found
-                self.documents += 1
-                self.size = None if self.size is None or document.size is None else self.size + document.size
-                yield from windows.of(document)
 
 
 def _dealt(packs: Iterator[Pack], ranks: int, rank: int) -> Iterator[Pack]:

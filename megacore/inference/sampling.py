@@ -4,29 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.parallel.random import key
-
-
-class Choice(Protocol):
-    """A way to choose the next token, with random numbers of a seed."""
-
-    @property
-    def seed(self) -> int: ...
-
-    def distribution(self, logits: Tensor) -> Tensor:
-        """logits: [n, vocab] -> the probabilities of what it chooses, float64 [n, vocab]."""
-        ...
-
-    def __call__(self, logits: Tensor, which: Sequence[tuple[int, int]]) -> Tensor:
-        """logits: [n, vocab] -> token ids: [n]; which: the numbers of each sequence's prompt, and of the token that is
-        chosen for it."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -36,9 +19,12 @@ class Greedy:
     seed: int = 0
 
     def distribution(self, logits: Tensor) -> Tensor:
+        """logits: [n, vocab] -> the probabilities of what it chooses, float64 [n, vocab]."""
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).double()
 
     def __call__(self, logits: Tensor, which: Sequence[tuple[int, int]]) -> Tensor:
+        """logits: [n, vocab] -> token ids: [n]; which: the numbers of each sequence's prompt, and of the token that is
+        chosen for it."""
         return logits.argmax(-1)
 
 
@@ -79,12 +65,16 @@ class Sampling:
         return p / p.sum(-1, keepdim=True), order
 
 
+Choice = Greedy | Sampling
+"""A way to choose the next token, with random numbers of a seed."""
+
+
 # -- drafts
 
 
 def draft(choose: Choice, logits: Tensor, which: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
     """logits: [n, vocab], another model's -> drafts of the next tokens: [n], and the probabilities that they were drawn
-    with: [n, vocab]; which: as of :class:`Choice`."""
+    with: [n, vocab]; which: as of :class:`Greedy`."""
     p = choose.distribution(logits)
     return _drawn(p, [_number(choose.seed, *each, "draft") for each in which])[:, 0], p
 

@@ -34,7 +34,8 @@ class Texts:
     def of(cls, folder: WeightFolder) -> Texts:
         """Load that of a folder. Raises StoreError: there is none, or it cannot be used."""
         try:
-            return cls.among(files_of(folder), folder.path)
+            files = ModelFiles(folder.companions(), folder.raw, folder.config.vocab_size)
+            return cls.among(files, folder.path)
         except InputError as error:
             raise StoreError(f"{folder.path} has no tokenizer among its files: put those of the model there") from error
 
@@ -117,11 +118,6 @@ class _TransformersTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
-
-
-def files_of(folder: WeightFolder) -> ModelFiles:
-    """Return the files that a folder holds beside the weights."""
-    return ModelFiles(folder.companions(), folder.raw, folder.config.vocab_size)
 
 
 @dataclass

@@ -110,11 +110,12 @@ class ComparedParameter:
     differ: int = 0
     dtypes: tuple[str, ...] = ()
 
-    def add(self, other: ComparedParameter) -> None:
-        self.pieces += other.pieces
-        self.elements += other.elements
-        self.differ += other.differ
-        self.dtypes = tuple(sorted({*self.dtypes, *other.dtypes}))
+    def add(self, elements: int, differ: int, dtype: str) -> None:
+        """Add a piece."""
+        self.pieces += 1
+        self.elements += elements
+        self.differ += differ
+        self.dtypes = tuple(sorted({*self.dtypes, dtype}))
 
 
 @dataclass(frozen=True)
@@ -173,8 +174,8 @@ def verify(
     groups = {param.name: ComparedParameter(param.name) for param in pair.checkpoint.config.schema.params}
     differing = list[str]()
     for found, wrong in control.exchange(_tensors(pair, mesh.rank, mesh.shape.world, jobs)):
-        for each in found:
-            groups[each["name"]].add(ComparedParameter(**each))
+        for name, *piece in found:
+            groups[name].add(*piece)
         differing += wrong
     measured = _logits(pair, prompts, mesh, exchange)
     (result,) = (each for each in control.exchange(measured) if each is not None)
@@ -193,17 +194,18 @@ def _carried(pair: Pair, jobs: int) -> Iterator[str]:
             yield f"{CARRIED}: {each.name}: {each.what}: {each.both[0]} in the checkpoint, {each.both[1]} in the folder"
 
 
-def _tensors(pair: Pair, part: int, parts: int, jobs: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return (groups, each piece that differs) of one of so many parts of the checkpoint's tensors."""
+def _tensors(pair: Pair, part: int, parts: int, jobs: int) -> tuple[list[tuple[str, int, int, str]], list[str]]:
+    """Return (the parameter, elements, those that differ, and dtypes of each piece; each that differs, in words) of one
+    of so many parts of the checkpoint's tensors."""
     checkpoint, schema = pair.checkpoint, pair.checkpoint.config.schema
     own, read = list(checkpoint.stored())[part::parts], checkpoint.read()
-    groups, differing = list[dict[str, Any]](), list(_carried(pair, jobs)) if part == 0 else []
+    pieces, differing = list[tuple[str, int, int, str]](), list(_carried(pair, jobs)) if part == 0 else []
 
     def where(tensor: Stored, label: str) -> str:
         return f"{checkpoint.location('weights', tensor)[0]}: {spell((tensor.name, label))}"
 
     for each in compare_bits(checkpoint, own, pair.folder, jobs):
-        groups.append(asdict(ComparedParameter(each.tensor.param, 1, each.elements, each.differ, (_dtype(each),))))
+        pieces.append((each.tensor.param, each.elements, each.differ, _dtype(each)))
         if each.differ:
             told = f"{each.differ:,} of {each.elements:,} elements differ"
             differing.append(f"{where(each.tensor, each.label)}: {told}")
@@ -211,7 +213,7 @@ def _tensors(pair: Pair, part: int, parts: int, jobs: int) -> tuple[list[dict[st
         for label, piece in padding(schema, tensor):
             if strided(read(tensor)[1], piece).any():
                 differing.append(f"{where(tensor, label)}: its padding is not zero")
-    return groups, differing
+    return pieces, differing
 
 
 def _dtype(compared: PieceComparison) -> str:

@@ -9,9 +9,8 @@ from pool import Pool
 
 from benchmarks.needles import Needles, found
 from megacore.data import tokenizer
-from megacore.inference.evaluation_data import DocumentFiles
+from megacore.inference.evaluation_data import DocumentFiles, Excerpt
 from megacore.inference.model_loader import model_from
-from megacore.inference.perplexity import Excerpt
 from megacore.inference.texts import Texts
 from megacore.parallel.labels import IGNORE
 from megacore.parallel.layers.loss import Objective

@@ -20,7 +20,8 @@ from pool import Pool
 
 from megacore import ConfigError, convert, plan, train
 from megacore.data import own_rows
-from megacore.data.blend import Blend, streams
+from megacore.data.blend import Blend
+from megacore.data.corpora import streams
 from megacore.recipe import load
 from megacore.training.trainer import callbacks_of
 

@@ -20,9 +20,9 @@ from transformers import AutoTokenizer
 
 from megacore.data import tokenizer
 from megacore.inference import model_loader
-from megacore.inference.evaluation_data import Document
+from megacore.inference.evaluation_data import Document, Windows
 from megacore.inference.generation import Ending, generate
-from megacore.inference.perplexity import Windows, evaluate
+from megacore.inference.perplexity import evaluate
 from megacore.inference.sampling import Greedy
 from megacore.models.decoder import Microbatch
 from megacore.models.lora import Lora

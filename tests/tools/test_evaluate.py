@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForSequenceCl
 from megacore.data import tokenizer
 from megacore.data.indexed import IndexedWriter
 from megacore.inference import loaded_model
-from megacore.inference.evaluation_data import Document
+from megacore.inference.evaluation_data import Document, Windows
 from megacore.inference.model_loader import model_from
-from megacore.inference.perplexity import PairsResult, Windows, evaluate, of_pairs
+from megacore.inference.perplexity import PairsResult, evaluate, of_pairs
 from megacore.models.assemble import Model
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.weights.layout import MeshShape

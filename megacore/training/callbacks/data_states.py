@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megacore.data.blend import streams
+from megacore.data.corpora import streams
 from megacore.store.io.errors import StoreError
 from megacore.store.weight_folders.checkpoint import TRAINER
 from megacore.training.trainer import Callback, Trainer
