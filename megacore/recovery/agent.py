@@ -373,7 +373,7 @@ class Agent(SimpleElasticAgent):
     def _end_by(self, number: int) -> None:
         """Have the ranks end, because of a signal; or this node leave, where the others can go on without it."""
         self._signal, self._signalled_at = number, time.monotonic()
-        self._leaving = number == signal.SIGTERM and self._nodes > self._job.node.least and self._meeting.may_leave()
+        self._leaving = number == signal.SIGTERM and self._meeting.may_leave()
         if self._leaving:
             (self._folder / PAUSE).touch()
         else:

@@ -125,9 +125,8 @@ def publish(target: str | Path, needed_bytes: int = 0) -> Iterator[Path]:
     try:
         yield publication.folder
         publication.finish()
-    except BaseException:
+    finally:
         publication.abandon()
-        raise
 
 
 def write_file(path: Path, data: bytes, durable: bool = True) -> None:
