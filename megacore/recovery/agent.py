@@ -220,7 +220,7 @@ class Agent(SimpleElasticAgent):
             if now >= self._doomed_at + GRACE_S:
                 self._kill(living)
         elif over is not None:
-            (self._folder / PAUSE).touch()
+            self._pause()
         if any(each.silent for each in ranks.values()):
             return self._failing(living)
         if living:  # which do their step, and write their state to memory
@@ -375,9 +375,13 @@ class Agent(SimpleElasticAgent):
         self._signal, self._signalled_at = number, time.monotonic()
         self._leaving = number == signal.SIGTERM and self._meeting.may_leave()
         if self._leaving:
-            (self._folder / PAUSE).touch()
+            self._pause()
         else:
             self._send(signal.SIGTERM)
+
+    def _pause(self) -> None:
+        with suppress(FileExistsError), (self._folder / PAUSE).open("x"):
+            pass
 
     # -- processes
 
