@@ -39,14 +39,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    source, base = open_source(
-        arguments.source, arguments.to, arguments.base, arguments.ignore_field, arguments.config, arguments.dtype
-    )
+    asked = folders.target(arguments)
+    source, base = open_source(arguments.source, asked, arguments.base, arguments.ignore_field, arguments.config)
     folders.tell(arguments.source, source)
     if base is not None:
         folders.tell(arguments.base, base)
-    made = convert_opened(
-        source, arguments.target, folders.target(arguments), base, arguments.jobs, arguments.dry_run, progress_bar
-    )
+    made = convert_opened(source, arguments.target, asked, base, arguments.jobs, arguments.dry_run, progress_bar)
     folders.told(made, arguments)
     return 0

@@ -98,8 +98,8 @@ class Agent(SimpleElasticAgent):
         self._launch = uuid.uuid4().hex[:8]
         self._incidents = IncidentWriter(job.out, err) if job.out else None
         self._node, self._nodes = 0, 0
-        self._signal, self._signalled_at, self._kill_at = 0, 0.0, math.inf
-        self._leaving = self._paused = False
+        self._signal, self._signalled_at = 0, math.inf
+        self._leaving = False
         self._since: float | None = None
         """The time when the first rank was seen that has ended, or another node said that the run ends."""
         self._doomed_at: float | None = None
@@ -160,7 +160,7 @@ class Agent(SimpleElasticAgent):
                 process.start()
             assert process.pid is not None
             self._ranks[worker.global_rank] = RankProcess(process, process.pid)
-        self._since, self._doomed_at, self._paused = None, None, False
+        self._since, self._doomed_at = None, None
         self._watch = self._job.watch(self._folder, nodes, self._report)
         return {worker.local_rank: self._ranks[worker.global_rank].pid for worker in worker_group.workers}
 
@@ -200,11 +200,11 @@ class Agent(SimpleElasticAgent):
         other node is to be waited for."""
         now, ranks = time.monotonic(), self._ranks
         living = [number for number, each in ranks.items() if each.end is None]
-        if now >= self._kill_at and living:
-            who = listed(living)
+        late = [number for number in living if not ranks[number].killed]
+        if late and now >= self._signalled_at + self._job.shutdown_s:
+            who = listed(late)
             tell(f"{who[0].upper()}{who[1:]} did not end within {self._job.shutdown_s:g} s of the signal: killed.")
-            self._kill(living)
-            self._kill_at = math.inf
+            self._kill(late)
             return WorkerState.HEALTHY
         over, ended = self._meeting.over, self._meeting.ended() is not None
         if over is None and not ended and self._since is None:
@@ -373,18 +373,15 @@ class Agent(SimpleElasticAgent):
     def _end_by(self, number: int) -> None:
         """Have the ranks end, because of a signal; or this node leave, where the others can go on without it."""
         self._signal, self._signalled_at = number, time.monotonic()
-        self._kill_at = time.monotonic() + self._job.shutdown_s
-        self._leaving = number == signal.SIGTERM and self._nodes > self._job.node.least and self._meeting.may_leave()
+        self._leaving = number == signal.SIGTERM and self._meeting.may_leave()
         if self._leaving:
             self._pause()
         else:
             self._send(signal.SIGTERM)
 
     def _pause(self) -> None:
-        if not self._paused:
-            self._paused = True
-            with suppress(FileExistsError), (self._folder / PAUSE).open("x"):
-                pass
+        with suppress(FileExistsError), (self._folder / PAUSE).open("x"):
+            pass
 
     # -- processes
 

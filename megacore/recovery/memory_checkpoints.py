@@ -73,8 +73,7 @@ def sweep(user: Path, older_than_s: float, but: str = "", only: str = "*") -> No
     ago: ``only`` those of a pattern, ``but`` one that stays."""
     for folder in sorted(user.glob(only)):
         with suppress(StoreError, OSError):
-            old = folder.name != but and time.time() - private(folder).stat().st_mtime >= older_than_s
-            if old:
+            if folder.name != but and time.time() - private(folder).stat().st_mtime >= older_than_s:
                 with open_lock(folder / _HELD) as lock:
                     if flock(lock, fcntl.LOCK_EX):
                         shutil.rmtree(folder)

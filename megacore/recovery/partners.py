@@ -157,7 +157,6 @@ class HeldFiles:
     that it lacks of those that the index names."""
 
     step: int
-    name: str
     index: str
     tensors: Mapping[str, TensorTypes]
     others: Mapping[str, int]
@@ -174,7 +173,7 @@ def held(folder: Path) -> list[HeldFiles]:
             types = {name: of for name, record in records.items() if (of := _types(path, name, record))}
             others = {name: size for name, size in there.items() if name not in records}
             digest = hashlib.sha256(read_file(path / INDEX, path)).hexdigest()[:_SHORT]
-            found.append(HeldFiles(step, path.name, digest, types, others, sorted(records.keys() - types)))
+            found.append(HeldFiles(step, digest, types, others, sorted(records.keys() - types)))
     return found
 
 

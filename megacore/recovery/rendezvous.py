@@ -157,7 +157,6 @@ class SeveralNodes(OneNode):
             self._own = self._serve()
         self._agents: TCPStore | None = None
         """The store as the thread of the agent asks it: a client waits for one answer at a time."""
-        self._handler: DynamicRendezvousHandler | None = None
         self._name = ""
         self._members = 0
         self._seen: tuple[str, int | None] = "", None
@@ -224,7 +223,6 @@ class SeveralNodes(OneNode):
     def shutdown(self) -> bool:
         """Leave the rounds for good."""
         self._closed.set()
-        self._handler = None
         return True
 
     @property
@@ -247,7 +245,7 @@ class SeveralNodes(OneNode):
 
     def _join(self, until: float) -> RendezvousInfo:
         """Join the round that is open, or have one begin."""
-        self._handler, node = None, self._node
+        node = self._node
         store = self._agents = self._agents or self._client()
         name = self._now(store)
         if store.check([f"{name}/formed"]):
@@ -256,7 +254,7 @@ class SeveralNodes(OneNode):
             store.compare_set(_ROUND, name, _named("fault" if name == self._name else "joins"))
             name = self._now(store)
         left = max(1.0, until - time.monotonic())
-        self._handler = DynamicRendezvousHandler.from_backend(
+        handler = DynamicRendezvousHandler.from_backend(
             name,
             store,
             SignedBackend(store, name, self._secret, lambda: self._goes_on(store, name)),
@@ -268,7 +266,7 @@ class SeveralNodes(OneNode):
             keep_alive_interval=ALIVE_S,
             keep_alive_max_attempt=1000,
         )
-        info = self._handler.next_rendezvous()
+        info = handler.next_rendezvous()
         try:
             if info.rank == 0:
                 store.set(f"{name}/formed", str(info.world_size))

@@ -150,7 +150,7 @@ def test_partners_are_on_other_machines() -> None:
 
 def test_a_checkpoint_is_whole_if_the_machines_have_all_of_it_between_them() -> None:
     def held(step: int, index: str, files: str, lacking: str) -> HeldFiles:
-        return HeldFiles(step, f"step-{step}", index, dict.fromkeys(files.split(), (1, "F32", {})), {}, lacking.split())
+        return HeldFiles(step, index, dict.fromkeys(files.split(), (1, "F32", {})), {}, lacking.split())
 
     told = [
         [held(3, "x", "a b", ""), held(6, "y", "a", "b"), held(9, "z", "a", "b")],

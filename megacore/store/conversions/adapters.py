@@ -20,7 +20,6 @@ from megacore.models.lora import WEIGHT, Lora, factors, in_full, peft_problems, 
 from megacore.models.wrappers import unwrapped
 from megacore.parallel.enum_errors import BaseDtype
 from megacore.parallel.weights.block_formats import BLOCK
-from megacore.parallel.weights.fingerprint import Logical
 from megacore.parallel.weights.pattern import Piece
 from megacore.parallel.weights.schema import Schema
 from megacore.parallel.weights.transfer import Stored, hugging_face, plan
@@ -103,7 +102,8 @@ def check_fingerprint(checkpoint: WeightFolder, base: Path, fingerprint: int) ->
 
 @dataclass(frozen=True)
 class AdaptedFolder(JoinedFolder):
-    """Adapters and the model that they were trained on, two folders that are read as one, in this order."""
+    """Adapters and the model that they were trained on, two folders that are read as one, in this order. So companions
+    are those of the adapters, whose run may have had a chat template of its own; else the base's."""
 
     base: SafetensorsFolder = field(kw_only=True)
 
@@ -123,13 +123,6 @@ class AdaptedFolder(JoinedFolder):
         if state in self.states:
             yield from self.joined[0].stored(state)
             yield from _left_as_they_are(self.base, self.schema, state)
-
-    def fingerprints(self, state: str) -> Mapping[Logical, int]:
-        return {**self.base.fingerprints(state), **self.joined[0].fingerprints(state)}
-
-    def companions(self) -> Mapping[str, Companion]:
-        """Return the companions of the adapters, whose run may have had a chat template of its own; else the base's."""
-        return self.joined[0].companions() or self.base.companions()
 
 
 # -- by themselves

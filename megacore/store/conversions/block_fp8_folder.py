@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ import numpy as np
 
 from megacore.models.config import ModelConfig
 from megacore.models.quantization import QUANTIZATION
+from megacore.parallel.weights.schema import Schema
 from megacore.store.conversions.conversion import FolderPlan
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.fp8_files import FP8, SCALE, encoded
@@ -76,14 +77,8 @@ def in_block_fp8(plan: FolderPlan, config: ModelConfig) -> FolderPlan:
 
     part = plan.states["weights"]
     files = tuple(_NarrowFile(file.path, file.tensors, file.read, narrow) for file in part.files)
-    return _NarrowPlan(
-        "a Hugging Face folder in fp8",
-        plan.schema,
-        {"weights": replace(part, files=files)},
-        texts,
-        plan.companions,
-        plan.reader,
-    )
+    states = {"weights": replace(part, files=files)}
+    return replace(plan, kind="a Hugging Face folder in fp8", states=states, texts=texts, writer=_write)
 
 
 def _divides(name: str, shape: tuple[int, ...]) -> bool:
@@ -136,14 +131,14 @@ class _NarrowFile(File):
             raise StoreError(f"{tensor.stored.name}: {error}") from error
 
 
-class _NarrowPlan(FolderPlan):
-    """A plan whose tensors are computed one by one, each thread in the memory of one."""
+def _write(
+    folder: Path, files: Iterable[File], schema: Schema, jobs: int, progress: Callable[[int], object]
+) -> dict[str, Fingerprints]:
+    """Write files whose tensors are computed one by one, each thread in the memory of one."""
+    return {file.path: _write_file(file, folder, jobs, progress) for file in files if isinstance(file, _NarrowFile)}
 
-    def fill(self, folder: Path, jobs: int, progress: Callable[[int], object]) -> dict[str, Fingerprints]:
-        return {file.path: _write(file, folder, jobs, progress) for file in self.files if isinstance(file, _NarrowFile)}
 
-
-def _write(file: _NarrowFile, folder: Path, jobs: int, progress: Callable[[int], object]) -> Fingerprints:
+def _write_file(file: _NarrowFile, folder: Path, jobs: int, progress: Callable[[int], object]) -> Fingerprints:
     with TensorWriter.create(folder / file.path, file.headers, METADATA) as writer, ThreadPoolExecutor(jobs) as pool:
 
         def write(tensor: Tensor) -> dict[str, int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 from megacore.parallel.weights.fingerprint import Logical, add_up, of_layers, spell
@@ -22,10 +21,11 @@ from megacore.store.tensor_files.publish import publish, write_file
 from megacore.store.tensor_files.stream import File, Fingerprints, Tensor, write
 from megacore.store.weight_folders import hugging_face_files
 from megacore.store.weight_folders.checkpoint import COMPANIONS, TRAINER, Checkpoint
-from megacore.store.weight_folders.folder import JoinedFolder, WeightFolder
+from megacore.store.weight_folders.folder import JoinedFolder, WeightFolder, together
 from megacore.store.weight_folders.hugging_face import HuggingFace
 from megacore.store.weight_folders.index import CARRIED, INDEX, FileRecord, file_name, on_disk
 
+Writer = Callable[[Path, Iterable[File], Schema, int, Callable[[int], object]], dict[str, Fingerprints]]
 _CARRIED = "carried"
 """What is carried beside the states, as errors name it."""
 
@@ -81,7 +81,7 @@ class StateFiles:
 class FolderPlan:
     """The contents of a folder that is to be written. ``states``: {state: its files}; ``texts``: (fingerprints of each
     file) -> {path: content} of the small files; ``reader``: opens such a folder, StoreError if it is none: asked before
-    the folder is published."""
+    the folder is published; ``writer``: fills files, as :func:`~megacore.store.tensor_files.stream.write` does."""
 
     kind: str
     schema: Schema
@@ -89,6 +89,7 @@ class FolderPlan:
     texts: Callable[[Mapping[str, Fingerprints]], Mapping[str, bytes]]
     companions: Mapping[str, Companion]
     reader: Callable[[Path], object]
+    writer: Writer = write
 
     @property
     def files(self) -> Iterator[File]:
@@ -100,19 +101,14 @@ class FolderPlan:
         copied = sum(companion.size for companion in self.companions.values())
         return copied + sum(part.size for part in self.states.values())
 
-    def fill(self, folder: Path, jobs: int, progress: Callable[[int], object]) -> dict[str, Fingerprints]:
-        """Write the files of all states -> the fingerprints of each."""
-        found: dict[str, Fingerprints] = {}
-        for schema, parts in itertools.groupby(self.states.values(), key=lambda part: part.schema):
-            files = itertools.chain.from_iterable(part.files for part in parts)
-            found |= write(folder, files, schema, jobs, progress)
-        return found
-
     def write(self, target: Path, jobs: int, progress: Callable[[int], object] = lambda written: None) -> None:
         """Make the folder. Raises StoreError: it exists, there is no room, or what was written is not what the source
         was or is not what we would read; nothing is left."""
         with publish(target, self.size) as folder:
-            fingerprints = self.fill(folder, jobs, progress)
+            fingerprints: dict[str, Fingerprints] = {}
+            for schema, parts in itertools.groupby(self.states.values(), key=lambda part: part.schema):
+                files = itertools.chain.from_iterable(part.files for part in parts)
+                fingerprints |= self.writer(folder, files, schema, jobs, progress)
             for state, part in self.states.items():
                 part.compare(state, fingerprints)
             for name, companion in self.companions.items():
@@ -172,8 +168,8 @@ def to_hugging_face(source: WeightFolder, max_shard_bytes: int, dtype: str | Non
     if source.carried is not None:
         own = [*source.carried.stored()]
         made |= {t.stored.name: t for t in tensors(source.carried.schema, source.carried, "weights", own, None)}
-        targets, source = [*targets, *own], WholeFolder(source.path, source.index, joined=(source, source.carried))
-        schema = source.schema
+        targets, schema = [*targets, *own], together(source.schema, source.carried.schema)
+        source = JoinedFolder(source.path, source.index, joined=(source, source.carried))
     dtypes = {name: tensor.dtype for name, tensor in made.items()}
     shards = hugging_face_files.export_files(targets, dtypes, max_shard_bytes)
     files = tuple(File(name, tuple(made[s.name] for s in stored), source.read()) for name, stored in shards)
@@ -182,20 +178,6 @@ def to_hugging_face(source: WeightFolder, max_shard_bytes: int, dtype: str | Non
     part = StateFiles.of(schema, source, "weights", files)
     beside = source.companions()
     return FolderPlan("a Hugging Face folder", schema, {"weights": part}, lambda _: texts, beside, HuggingFace.open)
-
-
-@dataclass(frozen=True)
-class WholeFolder(JoinedFolder):
-    """A text model and what is carried with it, in this order."""
-
-    @cached_property
-    def schema(self) -> Schema:
-        schemas = [folder.schema for folder in self.joined]
-        params = tuple(param for schema in schemas for param in schema.params)
-        return Schema(params, {axis: size for schema in schemas for axis, size in schema.sizes.items()})
-
-    def companions(self) -> Mapping[str, Companion]:
-        return self.joined[0].companions()
 
 
 def carried_files(carried: WeightFolder) -> StateFiles:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from megacore.parallel.weights.fingerprint import combined
 from megacore.store.conversions.adapters import check_fingerprint, merged, to_peft
-from megacore.store.conversions.conversion import FolderPlan
 from megacore.store.conversions.formats import open_folder
 from megacore.store.conversions.gguf_file import to_gguf
 from megacore.store.conversions.target import NARROW, FolderTarget, MadeFolder, Progress, make_folder, threads, unseen
@@ -70,21 +70,20 @@ def convert(
             is left.
     """
     asked = FolderTarget(to, tp, pp, ep, etp, chunks, layers_per_stage, dtype, max_shard_size)
-    opened, opened_base = open_source(source, to, base, ignored_fields, config, dtype)
+    opened, opened_base = open_source(source, asked, base, ignored_fields, config)
     return convert_opened(opened, Path(target), asked, opened_base, jobs, dry_run)
 
 
 def open_source(
     source: str | Path,
-    to: str,
-    base: str | Path | None = None,
-    ignored_fields: Sequence[str] = (),
-    config: str | Path | None = None,
-    dtype: str | None = None,
+    asked: FolderTarget,
+    base: str | Path | None,
+    ignored_fields: Sequence[str],
+    config: str | Path | None,
 ) -> tuple[SafetensorsFolder, SafetensorsFolder | None]:
-    """Open what is to be converted to a format and a dtype -> the folder, and the model that its adapters are merged
-    into. Raises StoreError: there is no such folder, or none that becomes what is asked for."""
-    if to not in ("megacore", "hf", "peft", "gguf"):
+    """Open what is to be converted -> the folder, and the model that its adapters are merged into. Raises StoreError:
+    there is no such folder, or none that becomes what is asked for."""
+    if (to := asked.to) not in ("megacore", "hf", "peft", "gguf"):
         raise StoreError(f"`to={to}`: choose megacore, hf, peft or gguf")
     # Adapters without their model are refused where a model is needed, in words that tell how to merge them.
     opened = open_folder(
@@ -95,7 +94,7 @@ def open_source(
     )
     if base is not None and to != "hf":
         raise StoreError("`base` is for `to=hf`: it is the model that adapters are merged into")
-    if to in ("hf", "peft") and opened.format == HuggingFace.format and dtype != NARROW:
+    if to in ("hf", "peft") and opened.format == HuggingFace.format and asked.dtype != NARROW:
         raise StoreError(f"{opened.path} is a Hugging Face folder already")
     if to == "megacore" and opened.format == Checkpoint.format:
         raise StoreError(
@@ -114,27 +113,25 @@ def convert_opened(
     source: SafetensorsFolder,
     target: Path,
     asked: FolderTarget,
-    base: SafetensorsFolder | None = None,
+    base: SafetensorsFolder | None,
     jobs: int | None = None,
     dry_run: bool = False,
     progress: Progress = unseen,
 ) -> MadeFolder:
     """Convert what :func:`open_source` has opened -> what was made. Raises as :func:`convert`."""
-
-    def of_hugging_face(max_shard_bytes: int) -> FolderPlan:
-        if base is None:
-            return to_peft(source, asked.stored_dtype)
-        plan = merged(source, base, max_shard_bytes, asked.stored_dtype)
-        if not dry_run:
-            with progress(sum(record.size for record in base.index.files.values()), base.path.name) as done:
-                found = combined(fingerprints(base, "weights", threads(jobs), done))
-            check_fingerprint(source, base.path, found)
-        return plan
-
     if asked.to == "gguf":
         asked.refuse_layout("a GGUF file")
         if asked.max_shard_size is not None:
             raise StoreError("`max_shard_size` is for `to=hf`: a GGUF file is one")
         return to_gguf(source, target, asked.dtype, dry_run, progress)
-    plan = asked.planned(source, of_hugging_face if asked.to == "peft" or base is not None else None)
+    if base is not None:
+        plan = asked.planned(source, partial(merged, source, base, dtype=asked.stored_dtype))
+        if not dry_run:
+            with progress(sum(record.size for record in base.index.files.values()), base.path.name) as done:
+                found = combined(fingerprints(base, "weights", threads(jobs), done))
+            check_fingerprint(source, base.path, found)
+    elif asked.to == "peft":
+        plan = asked.planned(source, lambda _: to_peft(source, asked.stored_dtype))
+    else:
+        plan = asked.planned(source)
     return make_folder(plan, source.path, target, jobs, dry_run, progress)

@@ -12,7 +12,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from io import BufferedReader, BufferedWriter, FileIO
 from pathlib import Path, PurePosixPath
 
@@ -163,14 +163,11 @@ def hold(path: Path) -> FileIO | None:
     """Lock a file, made if it is not there; None while someone else holds it. To hold it is to own what it stands for:
     who opened it before it was renamed or removed does not. Raises FileNotFoundError: the file or its folder has just
     gone; NoLocks: its filesystem has none."""
-    lock = open_lock(path)
-    try:
+    with ExitStack() as stack:
+        lock = stack.enter_context(open_lock(path))
         if flock(lock, fcntl.LOCK_EX) and is_at(lock, path):
+            stack.pop_all()
             return lock
-    except BaseException:
-        lock.close()
-        raise
-    lock.close()
     return None
 
 

@@ -129,8 +129,7 @@ class ObjectPath(PosixPath):
         except NoObject:
             return False
 
-    def is_file(self, **_: Any) -> bool:
-        return self.exists()
+    is_file = exists
 
     def is_dir(self, **_: Any) -> bool:
         return bool(self.objects())

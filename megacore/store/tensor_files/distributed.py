@@ -84,6 +84,7 @@ class DistributedFiles:
         updates: The numbers of updates that its optimizers have seen, where the tensors do not say so one by one.
         unread: Why moments that are there are not among the tensors.
         flat: Whether a tensor may have lost its shape.
+        key: The one of a dict that a tensor may be by, where other things are saved beside it.
     """
 
     path: Path
@@ -94,6 +95,7 @@ class DistributedFiles:
     updates: frozenset[Any] | None = None
     unread: str = ""
     flat: bool = False
+    key: str | None = None
 
     @classmethod
     def open(cls, path: Path) -> DistributedFiles:
@@ -157,7 +159,7 @@ class DistributedFiles:
         (part,) = parts
         with self._opened(part) as file:
             where = f"{self.path / part.file}: {short(name)}"
-            saved = self._saved(file, where, part)
+            saved = saved_at(file, where, part, self.key)
             return saved.number(file, where) if isinstance(saved, SavedTensor) else saved
 
     def numbers(self, name: str, keys: Collection[str]) -> list[Any]:
@@ -171,17 +173,21 @@ class DistributedFiles:
         with os_errors(self.path / part.file), open_file(self.path / part.file, self.path) as file:
             yield file
 
-    def _saved(self, file: BinaryIO, where: str, part: StoredPart) -> Any:
-        return read_saved(file, where, part.start, part.length)
-
     def _part(self, name: str, part: StoredPart, dtype: str) -> Bits:
         where = f"{self.path / part.file}: {short(name)}"
         with self._opened(part) as file:
-            saved = self._saved(file, where, part)
+            saved = saved_at(file, where, part, self.key)
             if not isinstance(saved, SavedTensor) or (saved.dtype, saved.shape) != (dtype, part.shape):
                 found = f"{saved.dtype}{list(saved.shape)}" if isinstance(saved, SavedTensor) else short(saved)
                 raise StoreError(f"{where}: is {found}, and {METADATA} says {dtype}{list(part.shape)}: it is damaged")
             return saved.read(file, where)
+
+
+def saved_at(file: BinaryIO, where: str, part: StoredPart, key: str | None) -> Any:
+    """Return what is saved in a part of a file; of a dict with other things beside it what is by a key, if there is one
+    to look for. Raises StoreError: it is damaged."""
+    saved = read_saved(file, where, part.start, part.length, any_names=key is not None)
+    return saved.get(key) if key is not None and isinstance(saved, dict) else saved
 
 
 def _state(value: Any, name: str, *fields: str) -> list[Any]:

@@ -14,7 +14,7 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
@@ -30,6 +30,7 @@ LOCK = ".lock"
 PARTIAL = ".{}.partial"
 _DOOMED = PARTIAL + ".{}.doomed"
 """The name under which a partial folder is removed."""
+_PARTIALS = PARTIAL.format("*"), _DOOMED.format("*", "*")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Publication:
             publication = cls(target, folder, make_and_hold(folder))
             try:
                 _refuse_taken(target)  # again: its last writer may just have published it
-                _remove(_leftovers(target.parent, _DOOMED.format(glob.escape(target.name), "*")))
+                remove_leftovers(target.parent, _DOOMED.format(glob.escape(target.name), "*"))
                 empty(folder)
                 if needed_bytes > (free := free_bytes(folder)):
                     raise StoreError(
@@ -124,9 +125,8 @@ def publish(target: str | Path, needed_bytes: int = 0) -> Iterator[Path]:
     try:
         yield publication.folder
         publication.finish()
-    except BaseException:
+    finally:
         publication.abandon()
-        raise
 
 
 def write_file(path: Path, data: bytes, durable: bool = True) -> None:
@@ -156,29 +156,22 @@ def partial(target: str | Path) -> Path:
     return resolved.with_name(PARTIAL.format(resolved.name))
 
 
-def leftovers(folder: str | Path) -> list[Path]:
-    """Return the partial folders within a folder whose writers are gone, those too that were being removed."""
-    folder = Path(folder)
-    return [*_leftovers(folder, PARTIAL.format("*")), *_leftovers(folder, _DOOMED.format("*", "*"))]
-
-
-def remove_leftovers(folder: str | Path) -> list[Path]:
-    """Remove the partial folders within a folder whose writers are gone -> those that are removed."""
-    partials = leftovers(folder)
-    _remove(partials)
-    return [path for path in partials if not path.exists()]
-
-
-def _leftovers(folder: Path, pattern: str) -> list[Path]:
+def leftovers(folder: Path, *patterns: str) -> list[Path]:
+    """Return the partial folders within a folder whose writers are gone, those too that were being removed; if not all,
+    those of some patterns."""
     with os_errors(folder):
-        return [path for path in sorted(folder.glob(pattern)) if _is_leftover(path)]
+        found = (sorted(folder.glob(pattern)) for pattern in patterns or _PARTIALS)
+        return [path for paths in found for path in paths if _is_leftover(path)]
 
 
-def _remove(partials: Sequence[Path]) -> None:
+def remove_leftovers(folder: Path, *patterns: str) -> list[Path]:
+    """Remove the partial folders within a folder whose writers are gone -> those that are removed."""
+    partials = leftovers(folder, *patterns)
     for path in partials:
         with os_errors(path), suppress(FileNotFoundError):
             if lock := hold(path / LOCK):
                 discard(path, lock)
+    return [path for path in partials if not path.exists()]
 
 
 # -- the target

@@ -123,10 +123,9 @@ def write(
                     worker.result()
             finally:  # after an interrupt too: nobody shall wait for what is thrown away
                 failed.set()
-    except BaseException:
+    finally:
         for writer in unfinished.values():
             writer.abandon()
-        raise
     return results
 
 

@@ -22,31 +22,22 @@ from megacore.store.io.strict_json import StoreError, short
 from megacore.store.tensor_files.pickles import PERSISTENT, Call, Name, read_pickle
 from megacore.store.tensor_files.tensors import DTYPES, MAX_DIMENSIONS, Bits
 
-KINDS: Mapping[str, str] = {
-    "torch.float64": "F64",
-    "torch.float32": "F32",
-    "torch.float16": "F16",
-    "torch.bfloat16": "BF16",
-    "torch.int64": "I64",
-    "torch.int32": "I32",
-    "torch.int16": "I16",
-    "torch.int8": "I8",
-    "torch.uint8": "U8",
-    "torch.bool": "BOOL",
-}
+_DTYPES = (
+    ("F64", "float64", "Double"),
+    ("F32", "float32", "Float"),
+    ("F16", "float16", "Half"),
+    ("BF16", "bfloat16", "BFloat16"),
+    ("I64", "int64", "Long"),
+    ("I32", "int32", "Int"),
+    ("I16", "int16", "Short"),
+    ("I8", "int8", "Char"),
+    ("U8", "uint8", "Byte"),
+    ("BOOL", "bool", "Bool"),
+)
+"""(name in safetensors files, torch's name, and how its storages begin) of each dtype."""
+KINDS: Mapping[str, str] = {f"torch.{name}": kind for kind, name, _ in _DTYPES}
 """{torch's name of a dtype: that of safetensors files}."""
-_STORAGES = {
-    "torch.DoubleStorage": "F64",
-    "torch.FloatStorage": "F32",
-    "torch.HalfStorage": "F16",
-    "torch.BFloat16Storage": "BF16",
-    "torch.LongStorage": "I64",
-    "torch.IntStorage": "I32",
-    "torch.ShortStorage": "I16",
-    "torch.CharStorage": "I8",
-    "torch.ByteStorage": "U8",
-    "torch.BoolStorage": "BOOL",
-}
+_STORAGES = {f"torch.{begin}Storage": kind for kind, _, begin in _DTYPES}
 _TENSOR = "torch._utils._rebuild_tensor_v2"
 _KNOWN = {*_STORAGES, _TENSOR, "collections.OrderedDict", "torch.Size"}
 _NUMBERS = {"F32": "f4", "F64": "f8", "I64": "i8", "I32": "i4"}

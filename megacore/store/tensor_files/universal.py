@@ -4,44 +4,38 @@ fp32 and each state of its optimizer. No torch."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from megacore.store.io.files import open_file
-from megacore.store.tensor_files.distributed import DistributedFiles, PartedTensor, StoredPart
+from megacore.store.tensor_files.distributed import DistributedFiles, PartedTensor, StoredPart, saved_at
 from megacore.store.tensor_files.tensors import os_errors
 from megacore.store.tensor_files.torch_files import SavedTensor, numbers_of, read_saved
 
 ZERO = "zero"
 _STATES = {"fp32": "", "exp_avg": ".exp_avg", "exp_avg_sq": ".exp_avg_sq", "step": ".step"}
-_COMMON, _TENSOR = f"{ZERO}/optimizer_state.pt", "param"
+_COMMON = f"{ZERO}/optimizer_state.pt"
+_TENSOR = "param"
+"""What a tensor is by, where how it was put together is beside it: it is whole."""
 
 
-@dataclass(frozen=True)
-class UniversalFiles(DistributedFiles):
-    """The files of a universal checkpoint, each a tensor of one part: {name of a weight: its fp32}, and the states of
-    its optimizer as torch's own optimizers name them."""
-
-    @classmethod
-    def open(cls, path: Path) -> UniversalFiles:
-        """Read what the files say that they hold. Raises StoreError: one is damaged."""
-        tensors, values, sizes = dict[str, PartedTensor](), dict[str, StoredPart](), dict[str, int]()
-        for name, file in _files(path):
-            with os_errors(path / file), open_file(path / file, path) as opened:
-                part = StoredPart((), (), file, 0, opened.seek(0, 2))
-                saved = _saved(opened, str(path / file), part)
-            sizes[file] = part.length
-            if isinstance(saved, SavedTensor):
-                part = StoredPart((0,) * len(saved.shape), saved.shape, file, 0, part.length)
-                tensors[name] = PartedTensor(saved.dtype, saved.shape, (part,))
-            else:
-                values[name] = part
-        updates = None if any(name.endswith(_STATES["step"]) for name in (*tensors, *values)) else _updates(path)
-        return cls(path, tensors, values, sizes, "a universal checkpoint of DeepSpeed", updates, flat=True)
-
-    def _saved(self, file: BinaryIO, where: str, part: StoredPart) -> Any:
-        return _saved(file, where, part)
+def open_universal(path: Path) -> DistributedFiles:
+    """Open a universal checkpoint, each of whose files is a tensor of one part: {name of a weight: its fp32}, and the
+    states of its optimizer as torch's own optimizers name them. Raises StoreError: a file is damaged."""
+    tensors, values, sizes = dict[str, PartedTensor](), dict[str, StoredPart](), dict[str, int]()
+    for name, file in _files(path):
+        with os_errors(path / file), open_file(path / file, path) as opened:
+            part = StoredPart((), (), file, 0, opened.seek(0, 2))
+            saved = saved_at(opened, str(path / file), part, _TENSOR)
+        sizes[file] = part.length
+        if isinstance(saved, SavedTensor):
+            part = StoredPart((0,) * len(saved.shape), saved.shape, file, 0, part.length)
+            tensors[name] = PartedTensor(saved.dtype, saved.shape, (part,))
+        else:
+            values[name] = part
+    updates = None if any(name.endswith(_STATES["step"]) for name in (*tensors, *values)) else _updates(path)
+    kind = "a universal checkpoint of DeepSpeed"
+    return DistributedFiles(path, tensors, values, sizes, kind, updates, flat=True, key=_TENSOR)
 
 
 def is_universal(path: Path) -> bool:
@@ -57,12 +51,6 @@ def _files(path: Path) -> Iterator[tuple[str, str]]:
                 if (folder / f"{state}.pt").exists():
                     root = "optimizer.state." if end else ""
                     yield f"{root}{folder.name}{end}", f"{ZERO}/{folder.name}/{state}.pt"
-
-
-def _saved(file: BinaryIO, where: str, part: StoredPart) -> Any:
-    """Return what is saved there. Beside a tensor there may be how it was put together: it is whole."""
-    saved = read_saved(file, where, part.start, part.length, any_names=True)
-    return saved.get(_TENSOR) if isinstance(saved, dict) else saved
 
 
 def _updates(path: Path) -> frozenset[Any]:

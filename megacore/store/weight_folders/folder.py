@@ -267,9 +267,14 @@ class CarriedFolder(SafetensorsFolder):
 
 @dataclass(frozen=True)
 class JoinedFolder(WeightFolder):
-    """Folders of different tensors that are read as one."""
+    """Folders that are read as one, of which the first counts that has a tensor; ``rest``: what of them is carried."""
 
     joined: Sequence[WeightFolder] = field(kw_only=True)
+    rest: SafetensorsFolder | None = field(default=None, kw_only=True)
+
+    @property
+    def carried(self) -> SafetensorsFolder | None:
+        return self.rest
 
     @property
     def folders(self) -> tuple[SafetensorsFolder, ...]:
@@ -293,28 +298,25 @@ class JoinedFolder(WeightFolder):
         return lambda stored, view=None: next(r for f, r in reads if f is self._holder(stored))(stored, view)
 
     def fingerprints(self, state: str) -> Mapping[Logical, int]:
-        return {piece: value for folder in self.joined for piece, value in folder.fingerprints(state).items()}
+        known = [folder.fingerprints(state) for folder in self.joined]
+        return {piece: value for each in reversed(known) for piece, value in each.items()}
+
+    def companions(self) -> Mapping[str, Companion]:
+        """Return the companions of the first folder that has some."""
+        return next(filter(None, (folder.companions() for folder in self.joined)), {})
 
     def _holder(self, stored: Stored) -> WeightFolder:
         return next(folder for folder in self.joined if stored.param in folder.schema.by_name)
 
 
-@dataclass(frozen=True)
-class ProjectedFolder(JoinedFolder):
-    """A text model, and the projector of the larger model that it is a part of: the rest of that is carried."""
-
-    rest: SafetensorsFolder = field(kw_only=True)
-
-    @property
-    def carried(self) -> SafetensorsFolder:
-        return self.rest
-
-    def companions(self) -> Mapping[str, Companion]:
-        return self.joined[0].companions()
+def together(*schemas: Schema) -> Schema:
+    """Return the schema of all parameters of some."""
+    params = tuple(param for schema in schemas for param in schema.params)
+    return Schema(params, {axis: size for schema in schemas for axis, size in schema.sizes.items()})
 
 
 def with_projector(folder: WeightFolder) -> WeightFolder:
-    """Return a folder whose projector, where it carries one, is one of its weights."""
+    """Return a folder whose projector, where it carries one, is one of its weights: the rest is carried."""
     carried, of = folder.carried, folder.index.carried
     if carried is None or of is None:
         return folder
@@ -331,10 +333,7 @@ def with_projector(folder: WeightFolder) -> WeightFolder:
     own, rest = part(True, PROJECTOR), part(False)
     if not own.holders:
         return folder
-    schemas = folder.layout.schema, own.schema
-    params = [param for each in schemas for param in each.params]
-    sizes = {axis: size for each in schemas for axis, size in each.sizes.items()}
-    layout = replace(folder.layout, schema=Schema(tuple(params), sizes))
+    layout = replace(folder.layout, schema=together(folder.layout.schema, own.schema))
     index = replace(folder.index, layout=layout, carried=replace(of, files=rest.index.files))
     about = {name: getattr(folder, name) for name in ("ignored", "others", "quantization", "told", "hub")}
-    return ProjectedFolder(folder.path, index, joined=(folder, own), rest=rest, **about)
+    return JoinedFolder(folder.path, index, joined=(folder, own), rest=rest, **about)

@@ -28,7 +28,7 @@ from megacore.store.tensor_files.companions import COMPANIONS, Companion, compan
 from megacore.store.tensor_files.distributed import METADATA, DistributedFiles, Origin, PartedFile
 from megacore.store.tensor_files.dtypes import FLOATS
 from megacore.store.tensor_files.megatron import COMMON, has_states, open_megatron
-from megacore.store.tensor_files.universal import UniversalFiles, is_universal
+from megacore.store.tensor_files.universal import is_universal, open_universal
 from megacore.store.weight_folders.folder import SafetensorsFolder
 from megacore.store.weight_folders.foreign_names import TrainerNaming, anchors, placed
 from megacore.store.weight_folders.hugging_face import CONFIG, read_config, unusable
@@ -115,7 +115,7 @@ def is_foreign(path: Path) -> bool:
 
 def _source(path: Path) -> DistributedFiles:
     if not (path / METADATA).is_file():
-        return UniversalFiles.open(path)
+        return open_universal(path)
     if (path / COMMON).is_file():
         return open_megatron(path)
     source = DistributedFiles.open(path)

@@ -76,20 +76,19 @@ class HuggingFace(SafetensorsFolder):
         if files and quantization:
             held, damaged = _DECODED[type(quantization)](held, quantization)
             problems += damaged
-        if files:
-            if kind:
-                problems += _unnamed(*files, kind)
-            if kind and config:
-                tensors = {name: file for file in held for name in file.entries}
-                shapes = {name: file.entries[name].shape for name, file in tensors.items()}
-                try:
-                    held_so, remark = kind.as_held(raw, shapes)
-                except ModelConfigError as error:
-                    raise unusable(path, [*problems, *error.problems]) from error
-                told = (remark,) if remark else ()
-                if held_so != raw:
-                    raw, config = held_so, kind.from_hugging_face(held_so)
-                found = account(config, tensors, wrapper)
+        if files and kind:
+            problems += _unnamed(*files, kind)
+        if files and kind and config:
+            tensors = {name: file for file in held for name in file.entries}
+            shapes = {name: file.entries[name].shape for name, file in tensors.items()}
+            try:
+                held_so, remark = kind.as_held(raw, shapes)
+            except ModelConfigError as error:
+                raise unusable(path, [*problems, *error.problems]) from error
+            told = (remark,) if remark else ()
+            if held_so != raw:
+                raw, config = held_so, kind.from_hugging_face(held_so)
+            found = account(config, tensors, wrapper)
         if os.path.lexists(path / ADAPTER):
             problems.append(f"{ADAPTER}: an adapter changes what the weights compute: merge it into them and save that")
         problems += [f"{name} is a link to nothing" for name in travelling(path) if not (path / name).exists()]

@@ -210,20 +210,18 @@ class Index:
     @property
     def version(self) -> int:
         """The version of the format: the first that has what there is."""
-        schema = self.layout.schema
-        some = "experts" in schema.sizes or any(param.layers is not None for param in schema.params)
-        whole = all(parts == [None] for parts in self.parts.values())
-        if any(param.also for param in schema.params):
-            return 7
-        if self.carried is not None and any(param.name.startswith(names.PROJECTOR) for param in schema.params):
-            return 6
-        if any(kind_of(state)[1] is not None for state in self.states):
-            return 5
-        if self.layout.placement != "loop":
-            return 4
-        if self.carried is not None:
-            return 3
-        return 1 if whole and not some and not self.split else 2
+        sizes, params = self.layout.schema.sizes, self.layout.schema.params
+        some = "experts" in sizes or any(param.layers is not None for param in params)
+        spread = any(parts != [None] for parts in self.parts.values())
+        since = {
+            2: some or spread or self.split,
+            3: self.carried,
+            4: self.layout.placement != "loop",
+            5: any(kind_of(state)[1] is not None for state in self.states),
+            6: self.carried and any(param.name.startswith(names.PROJECTOR) for param in params),
+            7: any(param.also for param in params),
+        }
+        return max((version for version, there in since.items() if there), default=1)
 
     @property
     def split(self) -> Split:
