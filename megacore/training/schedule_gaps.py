@@ -79,7 +79,8 @@ class ComparedSchedule:
     def of(cls, traced: TracedStep, ranks: tuple[int, ...]) -> ComparedSchedule:
         """Lay a pipeline, of these ranks, on its schedule. Raises ScheduleError: the actions of a trace are no
         schedule; the message names the step."""
-        done = [[*_actions(traced.of(rank))] for rank in ranks]
+        found = [with_waits(traced.of(rank), (RECEIVE, SEND)) for rank in ranks]
+        done = [[(action, each, sum(wait.seconds for wait in own)) for action, each, own in row] for row in found]
         first = min((each.start + waited for row in done for _, each, waited in row[:1]), default=0.0)
         spans = tuple(
             tuple(TimedAction(action, each.start + waited - first, each.end - first) for action, each, waited in row)
@@ -144,13 +145,14 @@ def actions(row: Sequence[TracedInterval]) -> Iterator[tuple[Action, TracedInter
         )
 
 
-def _actions(row: Sequence[TracedInterval]) -> Iterator[tuple[Action, TracedInterval, float]]:
-    """Yield each action of the step itself, and the seconds that it waited for other stages."""
-    waits = [each for each in row if each.kind in (RECEIVE, SEND)]
+def with_waits(
+    row: Sequence[TracedInterval], kinds: Sequence[str]
+) -> Iterator[tuple[Action, TracedInterval, Sequence[TracedInterval]]]:
+    """Yield each action of the step itself, and its waits of these kinds."""
+    waits = [each for each in row if each.kind in kinds]
     starts = [each.start for each in waits]
     for action, each in actions(row):
-        own = waits[bisect_left(starts, each.start) : bisect_left(starts, each.end)]
-        yield action, each, sum(wait.seconds for wait in own)
+        yield action, each, waits[bisect_left(starts, each.start) : bisect_left(starts, each.end)]
 
 
 def _cost(row: Sequence[TimedAction], chunk: int) -> Cost:
