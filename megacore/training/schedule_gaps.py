@@ -30,12 +30,7 @@ from megacore.training.traces import ACTIONS, COMPUTE, TracedInterval, TracedSte
 
 @dataclass(frozen=True)
 class Gap:
-    """Something that took a stage longer than planned, in seconds.
-
-    Args:
-        took: The wait before the action, or the action itself.
-        planned: The same in the simulated schedule.
-    """
+    """Something that took a stage longer than planned, in seconds: the wait before an action, or the action itself."""
 
     stage: int
     action: Action
@@ -50,16 +45,10 @@ class Gap:
 
 @dataclass(frozen=True)
 class ComparedSchedule:
-    """A pipeline of a traced step beside its schedule, which is simulated with the median of what each action took.
-
-    Args:
-        ranks: Of each stage.
-        schedule: The actions of each, in the order in which they were run.
-        costs: The medians, without what was waited for other stages.
-        real, planned: Times from the first action of the step; a real action begins when what it waits for is there.
-        received: Of each stage, the seconds that each action waited for others.
-        placement: How the schedule places virtual stages.
-    """
+    """A pipeline of a traced step, a rank for each stage, beside its schedule, the actions in the order in which they
+    were run, which is simulated with the medians of what they took without waiting for other stages (``costs``). Times
+    count from the first action of the step; a real one begins when what it waits for is there. ``received``: of each
+    stage, the seconds that each action waited for others."""
 
     ranks: tuple[int, ...]
     schedule: Schedule
