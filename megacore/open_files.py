@@ -5,6 +5,7 @@ A limit of 1,024 is common, and whoever meets it while ranks connect waits witho
 
 from __future__ import annotations
 
+import resource
 import sys
 from collections.abc import Iterator
 
@@ -41,8 +42,6 @@ def allow(files: int) -> str | None:
     soft, hard = limits()
     if files <= soft or files > hard:
         return None
-    import resource
-
     _, real = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, real))
     return f"The limit of open files was {soft:,}, and is {files:,} for this run."
@@ -50,9 +49,5 @@ def allow(files: int) -> str | None:
 
 def limits() -> tuple[int, int]:
     """Return the limit of this process, and the one that it may be raised to."""
-    if sys.platform == "win32":
-        return sys.maxsize, sys.maxsize
-    import resource
-
     soft, hard = (sys.maxsize if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_NOFILE))
     return soft, hard

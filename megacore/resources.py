@@ -36,47 +36,44 @@ def memory_of_gpus() -> int:
     return max(torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count()))
 
 
-def host_memory(
-    proc: Path = Path("/proc"), own: Path = Path("/proc/self"), groups: Path = Path("/sys/fs/cgroup")
-) -> int | None:
+def host_memory(root: Path = Path("/")) -> int | None:
     """Return the bytes that the processes of this machine, or of this container, can hold together, swap included; None
     where Linux does not say so."""
     try:
-        known, limits = _known(proc), _limits(own, groups)
+        known, limits = _known(root), _limits(root)
         return min([known["MemTotal"], *(limit for limit, _ in limits)]) + known.get("SwapTotal", 0)
     except (OSError, ValueError, KeyError):
         return None
 
 
-def free_memory(
-    proc: Path = Path("/proc"), own: Path = Path("/proc/self"), groups: Path = Path("/sys/fs/cgroup")
-) -> int | None:
+def free_memory(root: Path = Path("/")) -> int | None:
     """Return the bytes of memory that are to be had now, but for an eighth of all, which stays for what comes; None
     where Linux does not say so."""
     try:
-        known, limits = _known(proc), list(_limits(own, groups))
+        known, limits = _known(root), list(_limits(root))
         free = min([known["MemAvailable"], *(limit - used for limit, used in limits)])
         return free - min([known["MemTotal"], *(limit for limit, _ in limits)]) // 8
     except (OSError, ValueError, KeyError):
         return None
 
 
-def _known(proc: Path) -> dict[str, int]:
-    found = re.findall(r"^(\w+): +(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
+def _known(root: Path) -> dict[str, int]:
+    found = re.findall(r"^(\w+): +(\d+) kB", (root / "proc" / "meminfo").read_text(), re.MULTILINE)
     return {name: 1024 * int(size) for name, size in found}
 
 
-def _limits(own: Path, groups: Path) -> Iterator[tuple[int, int]]:
+def _limits(root: Path) -> Iterator[tuple[int, int]]:
     """Yield (limit, bytes that are in use and are not just a cache of files) of each control group around this
     process."""
-    lines = (own / "cgroup").read_text().splitlines() if (own / "cgroup").exists() else []
+    own, groups = root / "proc" / "self" / "cgroup", root / "sys" / "fs" / "cgroup"
+    lines = own.read_text().splitlines() if own.exists() else []
     for _, controllers, path in (line.split(":", 2) for line in lines):
         if controllers not in ("", "memory"):
             continue
-        root, old = groups / controllers, bool(controllers)
+        top, old = groups / controllers, bool(controllers)
         name, usage = ("memory.limit_in_bytes", "memory.usage_in_bytes") if old else ("memory.max", "memory.current")
-        inside = root / path.lstrip("/")
-        for folder in (each for each in (inside, *inside.parents) if each.is_relative_to(root)):
+        inside = top / path.lstrip("/")
+        for folder in (each for each in (inside, *inside.parents) if each.is_relative_to(top)):
             limit = (folder / name).read_text().strip() if (folder / name).is_file() else "max"
             if limit != "max":
                 used = int((folder / usage).read_text()) if (folder / usage).is_file() else 0

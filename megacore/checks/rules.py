@@ -613,6 +613,11 @@ def _device(facts: RuleContext) -> Iterator[str]:
         )
     if train.precision == "fp64" and train.device_type(facts.gpus) == "cuda":
         yield "train.precision fp64 is for the CPU: set train.device=cpu, or train.precision=fp32 or bf16"
+    if train.precision == "fp8" and (layers := facts.sizes["layer"]) < 3:
+        yield (
+            f"train.precision fp8 leaves the first and the last layer in bf16, and the model has {layers}: "
+            "set train.precision=bf16"
+        )
 
 
 def _fp16(facts: RuleContext) -> Iterator[str]:
@@ -671,15 +676,6 @@ def _ema(facts: RuleContext) -> Iterator[str]:
         yield (
             "ema.export is about checkpoint.export of a whole model, which this run has not: name a folder there, or "
             "set ema.export=false"
-        )
-
-
-def _fp8(facts: RuleContext) -> Iterator[str]:
-    layers = facts.sizes["layer"]
-    if facts.config.train.precision == "fp8" and layers < 3:
-        yield (
-            f"train.precision fp8 leaves the first and the last layer in bf16, and the model has {layers}: "
-            "set train.precision=bf16"
         )
 
 
@@ -826,12 +822,6 @@ def _batch_balance(facts: RuleContext) -> Iterator[str]:
         )
 
 
-def _adapters(facts: RuleContext) -> Iterator[str]:
-    section = facts.config.checkpoint
-    if facts.config.lora is not None and section.init is None:
-        yield "lora trains adapters of a model that is there: name its folder or checkpoint in checkpoint.init"
-
-
 def _base_dtype(facts: RuleContext) -> Iterator[str]:
     config, mesh = facts.config, facts.config.mesh
     if config.lora is None or (dtype := config.lora.base_dtype) is None:
@@ -852,13 +842,25 @@ def _base_dtype(facts: RuleContext) -> Iterator[str]:
         yield f"{problem}: {other}set lora.base_dtype=null"
 
 
-def _one_start(facts: RuleContext) -> Iterator[str]:
-    section = facts.config.checkpoint
+def _checkpoint(facts: RuleContext) -> Iterator[str]:
+    section, lora = facts.config.checkpoint, facts.config.lora
+    if lora is not None and section.init is None:
+        yield "lora trains adapters of a model that is there: name its folder or checkpoint in checkpoint.init"
     # Adapters are resumed beside the model that they were begun on.
-    if facts.config.lora is None and section.init is not None and section.resume not in (None, AUTO):
+    if lora is None and section.init is not None and section.resume not in (None, AUTO):
         yield (
             f"checkpoint.init ({section.init}) and checkpoint.resume ({section.resume}) both say where to start: "
             "leave out one of them"
+        )
+    if section.export is not None and not section.at_end:
+        yield (
+            f"checkpoint.export ({section.export}) is made of the checkpoint at the end, and checkpoint.at_end is "
+            "false: set it to true, or leave out the export"
+        )
+    if section.push is not None and section.export is None:
+        yield (
+            f"checkpoint.push ({section.push}) uploads the export: name a folder for it by checkpoint.export, or leave "
+            "out the push"
         )
 
 
@@ -872,26 +874,12 @@ def _repetition(facts: RuleContext) -> Iterator[str]:
             )
 
 
-def _export(facts: RuleContext) -> Iterator[str]:
-    section = facts.config.checkpoint
-    if section.export is not None and not section.at_end:
-        yield (
-            f"checkpoint.export ({section.export}) is made of the checkpoint at the end, and checkpoint.at_end is "
-            "false: set it to true, or leave out the export"
-        )
-    if section.push is not None and section.export is None:
-        yield (
-            f"checkpoint.push ({section.push}) uploads the export: name a folder for it by checkpoint.export, or leave "
-            "out the push"
-        )
-
-
 RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
     _world, _parts, _stages, _chunks, _group, _split_backward, _order, _overlapped, _loss_chunk, _own_loss, _preference,
-    _labels, _mtp, _indexers, _choices, _mlp_chunk, _each_stage, _offload, _compressed_activations, _positions,
-    _tokens, _context, _context_of_model, _corpora, _keys, _shards, _sync, _compression, _lengths, _device, _fp16,
-    _moments, _muon, _ema, _fp8, _async_tp, _held_out, _tuning, _balances, _experts, _grouped, _ramp, _batch_balance,
-    _adapters, _base_dtype, _one_start, _repetition, _export,
+    _labels, _mtp, _indexers, _choices, _mlp_chunk, _each_stage, _offload, _compressed_activations, _positions, _tokens,
+    _context, _context_of_model, _corpora, _keys, _shards, _sync, _compression, _lengths, _device, _fp16, _moments,
+    _muon, _ema, _async_tp, _held_out, _tuning, _balances, _experts, _grouped, _ramp, _batch_balance, _base_dtype,
+    _checkpoint, _repetition,
 )  # fmt: skip
 
 

@@ -35,15 +35,9 @@ class Advice(NamedTuple):
 def advise(
     found: StepSplit, step: TracedStep, config: Config, plan: StepPlan | None, loads: Sequence[float] = ()
 ) -> list[Advice]:
-    """Return up to three changes, the best first, of which each is one by itself.
-
-    Args:
-        plan: The plan of the run; without one no layout is looked for, and nobody knows what fits.
-        loads: Of each rank along ep, the rows that its experts are sent, over the mean.
-
-    Raises:
-        ScheduleError: the actions of the trace are no schedule.
-    """
+    """Return up to three changes, the best first, of which each is one by itself. ``plan``: that of the run, without
+    which no layout is looked for, and nobody knows what fits; ``loads``: of each rank along ep, the rows that its
+    experts are sent, over the mean. Raises ScheduleError: the actions of the trace are no schedule."""
     gains = {each.name: each.gain / found.seconds for each in found.parts}
 
     def fits(overrides: str) -> bool:

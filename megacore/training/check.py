@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from megacore import checkpoints, open_files
 from megacore.checkpoints import AUTO
 from megacore.checks.machine import readable, surroundings, without_a_model
 from megacore.checks.rules import problems, too_few_steps
-from megacore.config import Config
+from megacore.config import Config, CorpusConfig
 from megacore.data.corpora import Corpora, has_images, vocabulary_problems
 from megacore.data.data_sets import resolved
 from megacore.data.model_tokenizer import ModelFiles
@@ -27,8 +28,12 @@ from megacore.planning.pipeline_order import order_of
 from megacore.recipe import ConfigError, Recipe, load
 from megacore.resources import gpus, memory_of_gpus
 from megacore.store.io.hub import HubName
-from megacore.store.io.strict_json import StoreError
+from megacore.store.io.strict_json import StoreError, parse_json, short
+from megacore.store.tensor_files.companions import Companion
+from megacore.store.tensor_files.companions import companions as beside
 from megacore.store.tensor_files.dtypes import NUMBERS
+from megacore.store.weight_folders.folder import WeightFolder
+from megacore.training.progress import DATA
 from megacore.training.resume import (
     Setup,
     Start,
@@ -42,7 +47,9 @@ from megacore.training.resume import (
     raw_of,
     with_init,
 )
-from megacore.training.same_data import changed_data
+
+TOKENIZER = "tokenizer.json"
+_WAY_OUT = "begin another run by checkpoint.init"
 
 
 def check(
@@ -238,3 +245,74 @@ def files_of(config: Config, world_size: int, local_ranks: int) -> int:
     """Return the largest number of files that a rank of a run has open at once."""
     shape, kind = config.mesh.shape(world_size), config.train.device_type(gpus())
     return open_files.needed(shape, kind, nodes=world_size // local_ranks)
+
+
+# -- whether a run that goes on has the tokens that it was trained on
+
+
+def changed_data(start: Start, config: Config, corpora: Corpora) -> Iterator[str]:
+    """Yield what is wrong with the data of a run that goes on: token files of another tokenizer, and other tokens under
+    the name of a corpus that it was trained on, unless ``data.allow_changed`` says that these are meant."""
+    held = start.adapters or start.source
+    if start.trainer is None or held is None:
+        return
+    wrong = dict[str, str]()
+    for corpus in config.data.train:
+        if not (corpus.has_examples or corpus.is_imported or corpus.streams) and (
+            problem := _other_tokenizer(held, Path(corpus.path).parent)
+        ):
+            wrong[corpus.path] = problem
+    if not config.data.allow_changed:
+        for corpus in _changed(start.trainer, config, corpora):
+            wrong.setdefault(
+                corpus.path,
+                f"{corpus.path} holds other tokens than those that the run was trained on: put back those, let "
+                f"data.allow_changed=true go on with these, or {_WAY_OUT}",
+            )
+    yield from (f"data.train: {problem}" for problem in wrong.values())
+
+
+def _changed(trainer: Mapping[str, Any], config: Config, corpora: Corpora) -> Iterator[CorpusConfig]:
+    """Yield the corpora that stand where they stood in the recipe of the run, by the same name, and are others."""
+    before, recipe = trainer.get(DATA), trainer["recipe"]
+    if not before or not corpora.identities:  # older checkpoints have none
+        return
+    # Examples become other tokens by these too, which is told.
+    same = recipe.get("chat") == asdict(config.chat)
+    same = same and recipe.get("data", {}).get("sequence_length") == config.data.sequence_length
+    named = recipe.get("data", {}).get("train", [])
+    for corpus, was, one, other in zip(config.data.train, named, before, corpora.identities, strict=False):
+        if one != other and was.get("path") == corpus.path and (same or not corpus.has_examples):
+            yield corpus
+
+
+def _other_tokenizer(held: WeightFolder, folder: Path) -> str | None:
+    """Return what is wrong where ids have another meaning beside a corpus than in a checkpoint of the run; ids that are
+    known to one of the two alone are not."""
+    theirs, ours = held.companions().get(TOKENIZER), beside(folder, folder, (TOKENIZER,)).get(TOKENIZER)
+    if theirs is None or ours is None or theirs.read() == ours.read():
+        return None
+    before, here = _tokens(theirs), _tokens(ours)
+    other = [token for token in before.keys() & here.keys() if before[token] != here[token]]
+    if not other:
+        return None
+    token, size = min(other), len(before.keys() | here.keys())
+    alike = len(before.keys() & here.keys()) - len(other)
+    return (
+        f"{folder / TOKENIZER} is another tokenizer than the run's, {theirs.path}: {alike:,} of {size:,} tokens are "
+        f"alike, and {token} is {short(here[token])} and was {short(before[token])}: make the token files by "
+        f"`megacore tokenize --tokenizer {theirs.path.parent}`, or {_WAY_OUT}"
+    )
+
+
+def _tokens(file: Companion) -> dict[int, str]:
+    """Return {id: token} of a ``tokenizer.json``, none of one that is none. Raises StoreError: it cannot be read."""
+    tree = parse_json(file.read(), file.path, wide=True)
+    model = tree.get("model") if isinstance(tree, dict) else None
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, list):  # Unigram's, of [token, score]
+        vocabulary = {each[0]: index for index, each in enumerate(vocabulary) if isinstance(each, list) and each}
+    added = tree.get("added_tokens") if isinstance(tree, dict) else None
+    known = list(vocabulary.items()) if isinstance(vocabulary, dict) else []
+    known += [(each.get("content"), each.get("id")) for each in added or () if isinstance(each, dict)]
+    return {index: token for token, index in known if type(index) is int and isinstance(token, str)}

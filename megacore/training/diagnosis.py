@@ -6,7 +6,7 @@ rank, what that one does counts, or the one for which that one waits. So the par
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -20,7 +20,7 @@ from megacore.parallel.pipeline.schedules import RECEIVE, SEND, Action, Cost, Ki
 from megacore.parallel.recorder import RECOMPUTE
 from megacore.parallel.virtual_stages import placement_of
 from megacore.parallel.weights.layout import MeshShape
-from megacore.training.schedule_gaps import ComparedSchedule, actions, pipelines
+from megacore.training.schedule_gaps import ComparedSchedule, actions, pipelines, with_waits
 from megacore.training.traces import ACTIONS, AGREE, COLLECTIVES, TracedInterval, TracedStep
 
 POINTS = 4000
@@ -85,7 +85,7 @@ def split(steps: Sequence[TracedStep], config: Config, loads: Sequence[float] = 
         looked = _Split(step, loads)
         seconds, said = looked.parts()
         found.append(seconds)
-        gains.append(looked.evened)
+        gains.append(looked.culprit[1])
         about |= said
     names = dict.fromkeys(name for seconds in found for name in seconds)
     means = {name: fmean(seconds.get(name, 0.0) for seconds in found) for name in names}
@@ -160,7 +160,7 @@ class _Split:
         queued = min(fmean(each.queued for each in self.work), seconds[PRODUCTS])
         seconds |= {PRODUCTS: seconds[PRODUCTS] - queued, QUEUED: queued}
         about = {name: self._about(name, ranks) for name, ranks in counts.items() if name != PRODUCTS}
-        about |= {BUBBLE: f"of {self.step.schedule}, with stages that are all alike", WAITING: self._culprit[0]}
+        about |= {BUBBLE: f"of {self.step.schedule}, with stages that are all alike", WAITING: self.culprit[0]}
         about |= {QUEUED: "for cores that others had"}
         about |= {PRODUCTS: slowed} if (slowed := self._slowed(range(self.mesh.world))) else {}
         return {**seconds, BUBBLE: even, WAITING: (pooled + waited) * unit - even}, about
@@ -203,15 +203,10 @@ class _Split:
         timeline = simulate(self.compared[0].schedule, mean, placement_of(self.step.schedule))
         return timeline.total * timeline.bubble / (1 + timeline.bubble)
 
-    @property
-    def evened(self) -> float:
-        """The seconds that a step would take less if those for whom others wait had as much to do as these; 0 where it
-        is nobody."""
-        return self._culprit[1]
-
     @cached_property
-    def _culprit(self) -> tuple[str, float]:
-        """Whose products take longest, and the seconds by which they are above what they would be if all were alike."""
+    def culprit(self) -> tuple[str, float]:
+        """Whose products take longest, and the seconds by which they are above what they would be if all were alike; 0
+        where it is nobody."""
         ranks, busy = range(self.mesh.world), [each.seconds for each in self.work]
         slow = max(ranks, key=lambda rank: busy[rank])
         place = self.mesh.place(slow)
@@ -316,11 +311,8 @@ class _Work(NamedTuple):
 
     @classmethod
     def of(cls, row: Sequence[TracedInterval]) -> _Work:
-        waits = [each for each in row if each.kind in (RECEIVE, SEND, *COLLECTIVES)]
-        starts = [each.start for each in waits]
         took = defaultdict[tuple[str, int], list[_Work]](list)
-        for action, each in actions(row):
-            within = waits[bisect_left(starts, each.start) : bisect_left(starts, each.end)]
+        for action, each, within in with_waits(row, (RECEIVE, SEND, *COLLECTIVES)):
             queued = each.queued - sum(wait.queued for wait in within)
             took[action.kind, each.chunk].append(cls(each.seconds - sum(wait.seconds for wait in within), queued))
         usual = (len(some) * median(each.seconds for each in some) for some in took.values())

@@ -108,15 +108,10 @@ def _scores(setup: Setup, setting: Setting, stage: Memory) -> int:
 
 
 def image_scores(scores: int, heads: int, layers: int, masks: int, softcap: bool) -> int:
-    """Return the most bytes of attention with masks, at the last of some layers, which keep theirs for the backward.
-
-    Args:
-        scores: Those of a head, of the rows of a microbatch.
-        heads: Those of a rank, which matter where there is a softcap: the formula makes all of their scores.
-        layers: Those that look both ways.
-        masks: Those that they share: of each microbatch that waits for its backward, and of each window.
-        softcap: Whether they have one.
-    """
+    """Return the most bytes of attention with masks, at the last of the layers that look both ways, which keep theirs
+    for the backward. ``scores``: those of a head, of the rows of a microbatch; ``heads``: those of a rank, all of whose
+    scores the formula makes where there is a softcap; ``masks``: those that the layers share, of each microbatch that
+    waits for its backward, and of each window."""
     each, made = (11 * heads, 17 * heads) if softcap else (0, 16)
     return scores * (each * max(layers - 1, 0) + made * bool(layers) + 4 * max(masks - 1, 0))
 

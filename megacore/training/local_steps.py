@@ -27,13 +27,9 @@ from megacore.training.states.optimizer import Optimizer
 
 class LocalSteps(Optimizer):
     """An optimizer of one replica, whose states are its own but for the weights that all have begun from and the
-    momentum of the outer step: the former are what is saved, streamed and evaluated.
-
-    Args:
-        across: The ranks that hold the same of each replica, in their order.
-        outer_lr, momentum: Of the outer step.
-        given: As of :class:`~megacore.training.states.optimizer.Optimizer`.
-    """
+    momentum of the outer step: the former are what is saved, streamed and evaluated. ``across``: the ranks that hold
+    the same of each replica, in their order; ``outer_lr`` and ``momentum`` are those of the outer step, ``given`` is as
+    of :class:`~megacore.training.states.optimizer.Optimizer`."""
 
     def __init__(self, gradients: Gradients, *, across: Group, outer_lr: float, momentum: float, **given: Any) -> None:
         super().__init__(gradients, **given)

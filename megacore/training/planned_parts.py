@@ -61,16 +61,9 @@ class StepPlan:
 
     @classmethod
     def of(cls, config: Config, step: TracedStep, gpu: str | None = None, tflops: float | None = None) -> StepPlan:
-        """Return the plan of a run.
-
-        Args:
-            gpu: Its devices, as `megacore plan` names them; None for those of the table that the trace names.
-            tflops: The peak of their products, if it is known.
-
-        Raises:
-            ModelConfigError: the model is that of a checkpoint which names no family.
-            ValueError: there are no such devices.
-        """
+        """Return the plan of a run. ``gpu``: its devices, as `megacore plan` names them; None for those of the table
+        that the trace names; ``tflops``: the peak of their products, if it is known. Raises ModelConfigError: the model
+        is that of a checkpoint which names no family; ValueError: there are no such devices."""
         model, kind = configure(config.model), "cpu" if step.device == CPU else "cuda"
         per_node = step.per_node or step.mesh.world
         device = _device(step.device, per_node) if gpu is None else device_of(gpu)
@@ -162,11 +155,8 @@ class StepPlan:
 
 
 def _device(name: str, ranks: int) -> Device:
-    """Return a device of the table by what its driver calls it; so many ranks share the memory of CPUs.
-
-    Raises:
-        ValueError: the table has none that is called so.
-    """
+    """Return a device of the table by what its driver calls it; so many ranks share the memory of CPUs. Raises
+    ValueError: the table has none that is called so."""
     if name == CPU:
         return cpu_of(ranks)
     found = next((each for each in DEVICES.values() if each.peak in name), None)

@@ -359,7 +359,9 @@ def _misfits(config: Config, model: ModelConfig, source: WeightFolder) -> Iterat
 def remarks(start: Start, config: Config, model: ModelConfig, mesh: MeshShape, data: Sequence[str] = ()) -> list[str]:
     """Return the differences to where the weights come from, the samples that are left out, and adapters that can only
     be merged, a line each; data: the identity of each corpus."""
-    lines = *_of_source(start, model), *_of_run(start, config, model, mesh, data), *_only_merged(config, model)
+    lines = [*_of_source(start, model), *_of_run(start, config, model, mesh, data)]
+    for problem in peft_refusals(config, model):
+        lines.append(f"The adapters can be merged (--to hf --base), not exported by --to peft: {problem}.")
     return [limits.cut(line) for line in lines]
 
 
@@ -422,11 +424,6 @@ def _of_run(start: Start, config: Config, model: ModelConfig, mesh: MeshShape, d
             )
     if skipped := start.progress.skipped_samples:
         yield f"{len(skipped):,} samples of the training data are left out: {in_words(skipped)}."
-
-
-def _only_merged(config: Config, model: ModelConfig) -> Iterator[str]:
-    for problem in peft_refusals(config, model):
-        yield f"The adapters can be merged (--to hf --base), not exported by --to peft: {problem}."
 
 
 def peft_refusals(config: Config, model: ModelConfig) -> Iterator[str]:

@@ -326,7 +326,6 @@ class Saver:
         self._sharing = range(first, min(first + (node or world), world))
         self._snapshot: Snapshot | None = None
         self._saving: _Saving | None = None
-        self._failing_since: float | None = None
         if contents.source is not None:
             control.attempt(self._hold_carried)
         self.published: int | None = None
@@ -352,9 +351,9 @@ class Saver:
         if errors := [each["error"] for each in told if "error" in each]:
             if publication is not None:
                 publication.abandon()
-            raise self._failed(f"cannot save step {step}: {errors[0]}")
+            raise SaveError(f"cannot save step {step}: {errors[0]}")
         if not begun:
-            self._failing_since, self.published = None, step
+            self.published = step
             return
         folder = place(begun["folder"])
         snapshot.take()
@@ -386,7 +385,7 @@ class Saver:
             try:
                 self._snapshot = self._control.attempt(self._reserved)
             except StoreError as error:
-                raise self._failed(f"cannot copy the state to save it: {error}") from error
+                raise SaveError(f"cannot copy the state to save it: {error}") from error
         return self._snapshot
 
     def _reserved(self) -> Snapshot:
@@ -399,19 +398,6 @@ class Saver:
     def is_saving(self) -> bool:
         """Whether a save is under way in the background; the same on all ranks."""
         return self._saving is not None
-
-    @property
-    def failing_s(self) -> float | None:
-        """Seconds since the first save that failed after the last one that did not; None where the last one did not.
-
-        By this rank's clock: all ranks know whether, but not quite since when.
-        """
-        return None if self._failing_since is None else time.monotonic() - self._failing_since
-
-    def _failed(self, reason: str) -> SaveError:
-        if self._failing_since is None:
-            self._failing_since = time.monotonic()
-        return SaveError(reason)
 
     def news(self) -> tuple[bool, bool]:
         """Return whether this rank is still at work, and whether it has failed: for :meth:`advance`."""
@@ -437,7 +423,7 @@ class Saver:
             own = [each.file.path for each in self.reserve().written]
             saving.begin("send", partial(self._send, path, own))
         elif not busy:
-            self._saving, self._failing_since, self.published = None, None, saving.step
+            self._saving, self.published = None, saving.step
 
     def abandon(self) -> None:
         """Give up the save in the background, if there is one that is not published yet; all ranks do so."""
@@ -463,7 +449,7 @@ class Saver:
         self._saving = None
         said = [f"{self._control.who(rank)}: {reason}" for rank, reason in enumerate(errors) if reason]
         what = "send a checkpoint to another machine" if saving.stage == "send" else f"save step {saving.step}"
-        raise self._failed("\n".join([f"cannot {what}:", *said]))
+        raise SaveError("\n".join([f"cannot {what}:", *said]))
 
     @cached_property
     def bytes(self) -> int:

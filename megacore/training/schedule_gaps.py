@@ -30,12 +30,7 @@ from megacore.training.traces import ACTIONS, COMPUTE, TracedInterval, TracedSte
 
 @dataclass(frozen=True)
 class Gap:
-    """Something that took a stage longer than planned, in seconds.
-
-    Args:
-        took: The wait before the action, or the action itself.
-        planned: The same in the simulated schedule.
-    """
+    """Something that took a stage longer than planned, in seconds: the wait before an action, or the action itself."""
 
     stage: int
     action: Action
@@ -50,16 +45,10 @@ class Gap:
 
 @dataclass(frozen=True)
 class ComparedSchedule:
-    """A pipeline of a traced step beside its schedule, which is simulated with the median of what each action took.
-
-    Args:
-        ranks: Of each stage.
-        schedule: The actions of each, in the order in which they were run.
-        costs: The medians, without what was waited for other stages.
-        real, planned: Times from the first action of the step; a real action begins when what it waits for is there.
-        received: Of each stage, the seconds that each action waited for others.
-        placement: How the schedule places virtual stages.
-    """
+    """A pipeline of a traced step, a rank for each stage, beside its schedule, the actions in the order in which they
+    were run, which is simulated with the medians of what they took without waiting for other stages (``costs``). Times
+    count from the first action of the step; a real one begins when what it waits for is there. ``received``: of each
+    stage, the seconds that each action waited for others."""
 
     ranks: tuple[int, ...]
     schedule: Schedule
@@ -79,7 +68,8 @@ class ComparedSchedule:
     def of(cls, traced: TracedStep, ranks: tuple[int, ...]) -> ComparedSchedule:
         """Lay a pipeline, of these ranks, on its schedule. Raises ScheduleError: the actions of a trace are no
         schedule; the message names the step."""
-        done = [[*_actions(traced.of(rank))] for rank in ranks]
+        found = [with_waits(traced.of(rank), (RECEIVE, SEND)) for rank in ranks]
+        done = [[(action, each, sum(wait.seconds for wait in own)) for action, each, own in row] for row in found]
         first = min((each.start + waited for row in done for _, each, waited in row[:1]), default=0.0)
         spans = tuple(
             tuple(TimedAction(action, each.start + waited - first, each.end - first) for action, each, waited in row)
@@ -144,13 +134,14 @@ def actions(row: Sequence[TracedInterval]) -> Iterator[tuple[Action, TracedInter
         )
 
 
-def _actions(row: Sequence[TracedInterval]) -> Iterator[tuple[Action, TracedInterval, float]]:
-    """Yield each action of the step itself, and the seconds that it waited for other stages."""
-    waits = [each for each in row if each.kind in (RECEIVE, SEND)]
+def with_waits(
+    row: Sequence[TracedInterval], kinds: Sequence[str]
+) -> Iterator[tuple[Action, TracedInterval, Sequence[TracedInterval]]]:
+    """Yield each action of the step itself, and its waits of these kinds."""
+    waits = [each for each in row if each.kind in kinds]
     starts = [each.start for each in waits]
     for action, each in actions(row):
-        own = waits[bisect_left(starts, each.start) : bisect_left(starts, each.end)]
-        yield action, each, sum(wait.seconds for wait in own)
+        yield action, each, waits[bisect_left(starts, each.start) : bisect_left(starts, each.end)]
 
 
 def _cost(row: Sequence[TimedAction], chunk: int) -> Cost:

@@ -154,12 +154,13 @@ def test_a_gpu_is_asked_too(recipe: str) -> None:
 
 
 def test_the_memory_of_a_container_is_its_limit(tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal:  1000 kB\nMemFree: 3 kB\nSwapTotal:  24 kB\n")
-    (tmp_path / "cgroup").write_text("0::/job/step\n4:memory:/old\n")
-    groups = tmp_path / "groups"
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal:  1000 kB\nMemFree: 3 kB\nSwapTotal:  24 kB\n")
+    (tmp_path / "proc" / "self" / "cgroup").write_text("0::/job/step\n4:memory:/old\n")
+    groups = tmp_path / "sys" / "fs" / "cgroup"
 
     def found() -> int | None:
-        return resources.host_memory(tmp_path, tmp_path, groups)
+        return resources.host_memory(tmp_path)
 
     assert found() == 1024 * 1024
     (groups / "job" / "step").mkdir(parents=True)
@@ -170,7 +171,7 @@ def test_the_memory_of_a_container_is_its_limit(tmp_path: Path) -> None:
     (groups / "memory" / "old").mkdir(parents=True)
     (groups / "memory" / "old" / "memory.limit_in_bytes").write_text("2048\n")
     assert found() == 2048 + 24 * 1024
-    assert resources.host_memory(tmp_path / "nowhere", tmp_path, groups) is None
+    assert resources.host_memory(tmp_path / "nowhere") is None
 
 
 def test_problems_end_the_program_with_status_2_and_nothing_is_written(

@@ -20,8 +20,7 @@ from megacore.store.tensor_files.tensors import TensorFile
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.tools import convert
 from megacore.training import main
-from megacore.training.export import export
-from megacore.training.model_card import model_card
+from megacore.training.export import export, model_card
 
 
 def recipe_of(folder: Path) -> str:

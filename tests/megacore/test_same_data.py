@@ -14,8 +14,8 @@ from megacore.data.indexed import IndexedDataset
 from megacore.recipe import load
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.companions import Companion
+from megacore.training.check import changed_data
 from megacore.training.resume import Start
-from megacore.training.same_data import changed_data
 
 LETTERS = {chr(97 + i): i for i in range(26)}
 

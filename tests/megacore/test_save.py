@@ -359,13 +359,10 @@ def test_patience_ends(recipe: str, tmp_path: Path) -> None:
     overrides = [f"out={tmp_path}", "checkpoint.every=1", "checkpoint.patience=1", *QUIET]
     made = trainer(recipe, overrides)
     begun = waits_for_its_saves(made)
-    hours = iter([None, 0.0, 0.5, 1.5])
-
-    def failing(self: save.Saver) -> float | None:
-        return 3600 * (next(hours) or 0)
-
+    clock = mock.Mock(wraps=time)
+    clock.monotonic.side_effect = [1 + 3600 * hours for hours in (0, 0, 0, 0.5, 1.5)]
     broken = mock.patch.object(save, "write", side_effect=StoreError("the disk is on fire"))
-    slow = mock.patch.object(save.Saver, "failing_s", property(failing))
+    slow = mock.patch("megacore.training.callbacks.checkpoints.time", clock)
     with broken, slow, pytest.raises(SaveError, match=r"Saves have failed for 1\.5 h \(checkpoint\.patience=1\)"):
         made.fit()
     assert len(begun) == 5

@@ -349,14 +349,14 @@ def test_it_saves_as_seldom_as_its_cost_demands(recipe: str, tmp_path: Path) -> 
 
 
 def test_memory_that_is_to_be_had_is_that_of_the_container(tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal: 8000 kB\nMemAvailable: 6000 kB\nSwapTotal: 1000 kB\n")
-    (tmp_path / "cgroup").write_text("0::/a/b\n")
-    inner = tmp_path / "groups" / "a" / "b"
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 8000 kB\nMemAvailable: 6000 kB\nSwapTotal: 1000 kB\n")
+    (tmp_path / "proc" / "self" / "cgroup").write_text("0::/a/b\n")
+    inner = tmp_path / "sys" / "fs" / "cgroup" / "a" / "b"
     inner.mkdir(parents=True)
-    arguments = tmp_path, tmp_path, tmp_path / "groups"
-    assert resources.free_memory(*arguments) == 5000 * 1024 and resources.host_memory(*arguments) == 9000 * 1024
+    assert resources.free_memory(tmp_path) == 5000 * 1024 and resources.host_memory(tmp_path) == 9000 * 1024
     (inner.parent / "memory.max").write_text("4096000\n")
     (inner.parent / "memory.current").write_text("3000000\n")
     (inner.parent / "memory.stat").write_text("anon 1\ninactive_file 1000000\n")
-    assert resources.free_memory(*arguments) == 4096000 - 2000000 - 4096000 // 8
-    assert resources.host_memory(*arguments) == 4096000 + 1000 * 1024
+    assert resources.free_memory(tmp_path) == 4096000 - 2000000 - 4096000 // 8
+    assert resources.host_memory(tmp_path) == 4096000 + 1000 * 1024

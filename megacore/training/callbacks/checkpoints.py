@@ -25,6 +25,7 @@ class Checkpoints(Callback):
     def __init__(self, saver: Saver, data: Sequence[str], evaluation: Evaluation | None = None) -> None:
         self._saver, self._data, self._evaluation = saver, data, evaluation
         self._unsaved = False
+        self._failing_since: float | None = None
 
     def ask(self, run: Trainer) -> Mapping[str, float]:
         busy, failed = self._saver.news()
@@ -46,7 +47,7 @@ class Checkpoints(Callback):
 
     def on_end(self, run: Trainer) -> None:
         self.finish(run)
-        while self._unsaved and run.failure is None and self._saver.failing_s is not None:
+        while self._unsaved and run.failure is None and self._failing_since is not None:
             self._wait(run)
             self._save(run)
             self.finish(run)
@@ -75,8 +76,12 @@ class Checkpoints(Callback):
         """Save, or say why not: the disk may have room again when the next save is due."""
         try:
             save()
+            if self._saver.published is not None:
+                self._failing_since = None
         except SaveError as error:  # on every rank
-            hours = run.control.largest((self._saver.failing_s or 0.0) / 3600)[0]
+            self._failing_since = self._failing_since or time.monotonic()
+            # By the clock of each rank: all know that saves fail, but not quite since when.
+            hours = run.control.largest((time.monotonic() - self._failing_since) / 3600)[0]
             patience = run.config.checkpoint.patience
             if hours >= patience:
                 said = f"Saves have failed for {hours:.2g} h (checkpoint.patience={patience:g}): the run ends"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -106,28 +106,24 @@ class Trace(Callback):
         rounds = _rounds(run.control)
         while self._done:
             step, noted, gpu = self._done.popleft()
-            found = run.control.gather([rounds, _packed(run.mesh.recorder.read(noted)), gpu])
+            packed = _packed(run.mesh.recorder.read(noted), run.mesh.shape)
+            found = run.control.gather([rounds, packed, gpu])
             if found:  # on the first rank
                 self._put(run, step, found)
 
     def _put(self, run: Trainer, step: int, found: list[Any]) -> None:
         shape, here = run.mesh.shape, RankPlace.of_environment()
         clocks = align([rounds for rounds, *_ in found])
-        rows = [_unpacked(packed, ahead) for (_, packed, _), (ahead, _) in zip(found, clocks, strict=True)]
-        first = min(each.start for row in rows for each in row)
-        ranks = [
-            {
-                track: tuple(_interval(each, first, shape) for each in row if each.track == track)
-                for track in dict.fromkeys(each.track for each in row)
-            }
-            for row in rows
-        ]
+        begins = [first - ahead for (_, (first, _), _), (ahead, _) in zip(found, clocks, strict=True)]
+        ranks = tuple(
+            _unpacked(rows, begin - min(begins)) for (_, (_, rows), _), begin in zip(found, begins, strict=True)
+        )
         errors = tuple(error for _, error in clocks)
         try:
             per_node = here.local_world if here.launched else shape.world
             device = torch.cuda.get_device_name(run.mesh.device) if run.mesh.device.type == "cuda" else CPU
             schedule, gpus = run.config.pipeline.schedule, tuple(gpu for *_, gpu in found)
-            traced = TracedStep(step, shape, schedule, errors, tuple(ranks), per_node, device, gpus)
+            traced = TracedStep(step, shape, schedule, errors, ranks, per_node, device, gpus)
             write_trace(Path(run.config.out), traced)
         except (OSError, StoreError) as error:  # on a full disk, say; the run goes on
             run.tell(f"the trace of step {step} could not be written: {error}")
@@ -136,15 +132,6 @@ class Trace(Callback):
 def _gpu(device: torch.device) -> str:
     """Return the clock of a GPU and what holds it down, while it still works on the step that has been launched."""
     return gpu_in_words(device.index or 0) if device.type == "cuda" else ""
-
-
-def _interval(each: Timed, first: float, shape: MeshShape) -> TracedInterval:
-    """Return what is shown of something that a rank did."""
-    start, end = each.start - first, each.end - first
-    if each.kind in COLLECTIVES:
-        return TracedInterval(each.kind, start, end, axis=" x ".join(differ_in(shape, each.about)), queued=each.queued)
-    chunk, microbatch = each.about or (-1, -1)
-    return TracedInterval(each.kind, start, end, chunk, microbatch, queued=each.queued)
 
 
 def _rounds(control: Control) -> list[tuple[float, float]]:
@@ -157,26 +144,22 @@ def _rounds(control: Control) -> list[tuple[float, float]]:
     return found
 
 
-def _packed(timed: list[Timed]) -> list[Any]:
-    """Return what was recorded as few bytes of JSON, from its begin on."""
-    first = min(each.start for each in timed)
-    rows = [
-        [
-            x.track[0],
-            x.kind,
-            x.about,
-            *(round(seconds / _UNIT) for seconds in (x.start - first, x.end - x.start, x.queued)),
-        ]
-        for x in timed
-    ]
+def _packed(timed: list[Timed], shape: MeshShape) -> list[Any]:
+    """Return what was recorded as few bytes of JSON: its begin, and of each interval what :func:`_unpacked` takes."""
+    first, rows = min(each.start for each in timed), list[list[Any]]()
+    for each in timed:
+        is_collective = each.kind in COLLECTIVES
+        axis = " x ".join(differ_in(shape, each.about)) if is_collective else ""
+        chunk, microbatch = (-1, -1) if is_collective or not each.about else each.about
+        seconds = each.start - first, each.end - each.start, each.queued
+        rows.append([each.track, each.kind, chunk, microbatch, axis, *(round(x / _UNIT) for x in seconds)])
     return [first, rows]
 
 
-def _unpacked(packed: list[Any], ahead: float) -> list[Timed]:
-    """Return what a rank has recorded by rank 0's clock."""
-    (first, rows), tracks = packed, {"h": "host", "d": "device"}
-    found = list[Timed]()
-    for track, kind, about, since, length, queued in rows:
-        start = first - ahead + since * _UNIT
-        found.append(Timed(tracks[track], kind, tuple(about), start, start + length * _UNIT, queued * _UNIT))
-    return found
+def _unpacked(rows: list[list[Any]], begin: float) -> Mapping[str, tuple[TracedInterval, ...]]:
+    """Return the intervals of each track of a rank whose first one begins at a time."""
+    tracks = defaultdict[str, list[TracedInterval]](list)
+    for track, kind, chunk, microbatch, axis, since, length, queued in rows:
+        start, end = (begin + at * _UNIT for at in (since, since + length))
+        tracks[track].append(TracedInterval(kind, start, end, chunk, microbatch, axis, queued * _UNIT))
+    return {track: tuple(row) for track, row in tracks.items()}

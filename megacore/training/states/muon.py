@@ -17,16 +17,10 @@ from megacore.parallel.kernels.newton_schulz import orthogonalised
 
 @dataclass(frozen=True)
 class Muon:
-    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
-
-    Args:
-        momentum: The share of the mean of gradients that a step keeps.
-        nesterov: Whether the gradient of a step counts once more in its update.
-        steps: Steps of Newton and Schulz.
-        original: Whether the factor of the learning rate for a matrix [rows, columns] is Jordan's, or that of Liu et
-            al. 2025 (arXiv 2502.16982), with which updates are as large as AdamW's.
-        lr_ratio: The learning rate of matrices over that of the rest.
-    """
+    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), by the names of a recipe's section
+    ``muon``. ``original``: whether the factor of the learning rate for a matrix [rows, columns] is Jordan's, or that of
+    Liu et al. 2025 (arXiv 2502.16982), with which updates are as large as AdamW's; ``lr_ratio``: the learning rate of
+    matrices over that of the rest."""
 
     momentum: float = 0.95
     nesterov: bool = True
