@@ -56,6 +56,7 @@ MODELS: Mapping[str, Any] = {
     "indexed": configure({"preset": "deepseek_v32-tiny"}),
     "shared": configure({"preset": "glm_moe_dsa-tiny", "index_topk_freq": 4}),
     "keys": configure({"preset": "gemma-4-e2b"}),
+    "further": configure({"preset": "glm4_moe-tiny", "num_nextn_predict_layers": 1}),
 }
 
 
@@ -135,7 +136,7 @@ ABSENT = "wandb", "lm_eval"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with one corpus, half of another, a run, and what is none of them."""
     corpus = (f"corpus/{name}" for name in ("text.bin", "text.idx", "half.bin", "corpus.json"))
-    for name in (*corpus, "done/metrics.jsonl", "notes/facts.csv"):
+    for name in (*corpus, "done/metrics.jsonl", "notes/facts.csv", "pairs.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
