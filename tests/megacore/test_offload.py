@@ -10,7 +10,7 @@ import engine
 import numpy as np
 import pytest
 import torch
-from engine import path_of, same, train, trainer, weights, write_recipe
+from engine import path_of, same, train, trainer, weights
 from hypothesis import given
 from hypothesis import strategies as st
 from pool import Pool
@@ -259,14 +259,9 @@ def test_memory_is_bounded_by_the_buffer(pool: Pool, tmp_path: Path) -> None:
 
 # -- in a run
 
+# Parts of a million elements: a buffer of one MiB is several windows.
+RECIPE_CHANGES = {"model": engine.LLAMA | {"hidden_size": 64, "intermediate_size": 192}}
 COMMON = ["train.steps=6", "train.precision=bf16", "evaluate.every=3", "checkpoint.every=3", "checkpoint.at_end=false"]
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    # Parts of a million elements: a buffer of one MiB is several windows.
-    wide = engine.RECIPE | {"model": engine.LLAMA | {"hidden_size": 64, "intermediate_size": 192}}
-    return write_recipe(tmp_path_factory.mktemp("recipe"), wide)
 
 
 def run_of(out: Path, *overrides: str) -> list[str]:
