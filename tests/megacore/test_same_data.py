@@ -99,15 +99,6 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         problems(tmp_path, held)
 
 
-def test_other_tokens_of_the_same_name_need_a_key(tmp_path: Path) -> None:
-    (problem,) = problems(tmp_path, None, {"data": ["0" * 16]})
-    assert problem.startswith(f"data.train: {tmp_path / 'corpus'} holds other tokens than those that the run was")
-    assert "data.allow_changed=true" in problem and "checkpoint.init" in problem
-    assert not problems(tmp_path, None, {"data": ["0" * 16]}, allow_changed=True)
-    assert not problems(tmp_path, None, {"data": []})  # as of a version that did not write it
-    assert not problems(tmp_path, None, {"data": [IndexedDataset(tmp_path / "corpus").identity]})
-
-
 def test_where_a_run_begins_nothing_is_asked(tmp_path: Path) -> None:
     held = tokenizer(tmp_path / "held", LETTERS)
     tokenizer(tmp_path, LETTERS | {"y": 25, "z": 24})
