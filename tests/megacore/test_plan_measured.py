@@ -626,6 +626,7 @@ def test_ranks_hold_and_send_what_the_plan_says(pool: Pool, world: int, cases: l
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize(("precision", "share"), [("bf16", 0.66), ("fp32", 0.46)])
 def test_what_is_kept_in_8_bits_is_what_is_planned(
@@ -749,11 +750,12 @@ def test_nccl_has_a_communicator_for_each_group_of_a_rank(case: Case) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("dtype", "bits"), [("nf4", 4.5), ("int8", 8.5)])
-def test_what_is_quantised_is_held_and_kept_in_bytes(dtype: BaseDtype, bits: float) -> None:
+def test_what_is_quantised_is_held_and_kept_in_bytes() -> None:
     """No matrix is kept for the backward: what one microbatch leaves is that of adapters beside bf16."""
-    tuning = Tuning(Lora(16, 32.0, ("*",), base_dtype=dtype))
-    (plain,), (held,) = (memory(Case(tuning=each, fields=ROUND).setting) for each in (ADAPTERS, tuning))
-    assert held.per_microbatch == plain.per_microbatch
+    dtypes: tuple[BaseDtype, ...] = "nf4", "int8"
+    tunings = [ADAPTERS, *(Tuning(Lora(16, 32.0, ("*",), base_dtype=dtype)) for dtype in dtypes)]
+    plain, *held = (memory(Case(tuning=each, fields=ROUND).setting)[0] for each in tunings)
     linears = 4 * (128 * (128 + 2 * 64) + 128 * 128 + 3 * 128 * 384)
-    assert plain.terms["parameters"] - held.terms["parameters"] == linears * (16 - bits) / 8
+    for each, bits in zip(held, (4.5, 8.5), strict=True):
+        assert each.per_microbatch == plain.per_microbatch
+        assert plain.terms["parameters"] - each.terms["parameters"] == linears * (16 - bits) / 8
