@@ -43,14 +43,13 @@ def tokenizer(folder: Path, vocabulary: Any, **more: Any) -> Companion:
     return Companion(folder / "tokenizer.json", folder)
 
 
-def problems(folder: Path, held: Companion | None, before: Mapping[str, Any] | None = None, **data: Any) -> list[str]:
-    """Return the problems of a run over `folder`/corpus that goes on from a checkpoint with this tokenizer, and whose
-    trainer.json has other things."""
+def problems(folder: Path, held: Companion | None, **data: Any) -> list[str]:
+    """Return the problems of a run over `folder`/corpus that goes on from a checkpoint with this tokenizer."""
     write_corpus(folder / "corpus")
     config = load(write_recipe(folder, RECIPE), [])
     config = replace(config, data=replace(config.data, **data))
     corpora = cast("Corpora", Known(IndexedDataset(folder / "corpus")))
-    trainer = {"recipe": json.loads(json.dumps(asdict(config)))} | dict(before or {})
+    trainer = {"recipe": json.loads(json.dumps(asdict(config)))}
     source = cast("Any", Held({} if held is None else {"tokenizer.json": held}))
     return [*changed_data(Start(source, trainer), config, corpora)]
 
