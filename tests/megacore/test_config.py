@@ -44,7 +44,7 @@ class Sizes:
     anatomy: Anatomy = configure({"preset": "llama-3.2-1b"}).anatomy
 
 
-LLAMA = Sizes()
+LLAMA: Any = Sizes()
 _TINY = configure({"preset": "mixtral-tiny"})
 MIXTRAL = Sizes(_TINY.sizes, schema=_TINY.schema)
 _BIASES = Param("layers.{layer}.mlp.router.correction", "routes", "b", buffer=True)
