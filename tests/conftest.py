@@ -122,11 +122,11 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The recipe of a tiny run; modules that train something else have one of their own."""
-    from engine import write_recipe
+def recipe(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> str:
+    """The recipe of a tiny run, but for the sections that a module has as RECIPE_CHANGES."""
+    from engine import RECIPE, write_recipe
 
-    return write_recipe(tmp_path_factory.mktemp("recipe"))
+    return write_recipe(tmp_path_factory.mktemp("recipe"), RECIPE | getattr(request.module, "RECIPE_CHANGES", {}))
 
 
 @pytest.fixture(scope="module")

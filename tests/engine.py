@@ -1,7 +1,8 @@
 """A run of the whole engine on tiny models: token files and a recipe on disk, then what each rank of a run gives."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from megacore.parallel.weights.transfer import execute, native, plan
 from megacore.rank import RankPlace
 from megacore.recipe import ConfigError
 from megacore.store.tensor_files.tensors import DTYPES
+from megacore.store.weight_folders import loader
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.training import build, main, metrics
 from megacore.training.callbacks.checkpoints import Checkpoints
@@ -246,6 +248,27 @@ def problems(recipe: str, *overrides: str, world: int = 1) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as error:
         check(recipe, overrides, world, world)
     return error.value.problems
+
+
+@contextmanager
+def counting_reads() -> Iterator[list[int]]:
+    """The bytes of each tensor that this rank reads of a checkpoint while the block runs."""
+    plain, found = loader.assemble, list[int]()
+
+    def counted(*given: Any) -> Any:
+        _, copies, read, *_ = given
+        found.append(sum(copy.source_view.numel * read(copy.source)[1].itemsize for copy in copies))
+        return plain(*given)
+
+    with mock.patch.object(loader, "assemble", counted):
+        yield found
+
+
+def apart(recipe: str, each: Sequence[Sequence[str]]) -> str:
+    """What is said on this rank where each has overrides of its own."""
+    with pytest.raises(ConfigError) as error:
+        trainer(recipe, each[torch.distributed.get_rank()])
+    return str(error.value)
 
 
 # -- what happens to one

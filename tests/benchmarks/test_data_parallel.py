@@ -70,6 +70,3 @@ def test_it_runs_without_peers(tmp_path: Path) -> None:
     assert "skipped: DeepSpeed 3: there is no deepspeed_zero.py" in done.stdout
     assert "- not judged: megacore none against DDP" in done.stdout
     assert "- the same work" in done.stdout
-
-
-# -- the words

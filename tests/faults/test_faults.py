@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -40,17 +41,10 @@ def disturb(run: Live, draw: random.Random, kills: int) -> int:
             run.start("checkpoint.resume=auto")
         else:
             for pid in {"one": [draw.choice(ranks)], "two": ranks[:2]}.get(kind, ranks):
-                with_suppressed(pid)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         done += 1
     return done
-
-
-def with_suppressed(pid: int) -> None:
-    try:
-        if Path(f"/proc/{pid}/stat").exists():
-            os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def survives(recipe: str, cache: Path, out: Path, layout: str, seed: int, kills: int) -> None:

@@ -8,7 +8,7 @@ import json
 import os
 import random
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,12 @@ def case(name: str, command: str, change: Change, *says: str, sound: bool = Fals
     CASES[name] = Case(change, command, says, sound)
 
 
+def each(prefix: str, commands: Sequence[str], table: Mapping[str, tuple[Change, str]]) -> None:
+    """Cases of a table, which meet the commands by turns; that of which nothing is said may well succeed."""
+    for number, (name, (change, says)) in enumerate(table.items()):
+        case(f"{prefix}-{name}", commands[number % len(commands)], change, says, sound=not says)
+
+
 # -- changes
 
 
@@ -69,7 +75,7 @@ def ends(content: bytes | str) -> Change:
 
 # -- weights: convert, inspect, generate
 
-WEIGHTS: Mapping[str, tuple[Change, str]] = {
+each("weights", ("convert hf made", "inspect hf", FEW), {
     "short": (raw(HF, lambda content: content[:-1]), "truncated"),
     "length-2^63": (write(HF, headed(b"{}", 1 << 63)), "claims a header of 9223372036854775808"),
     "length-50-MB": (write(HF, headed(b"{}" + bytes(50 << 20), 50 << 20)), "above the limit"),
@@ -85,14 +91,11 @@ WEIGHTS: Mapping[str, tuple[Change, str]] = {
     "pipe": (instead(HF, os.mkfifo), "pipe"),
     "device": (link(HF, "/dev/zero"), "leads to"),
     "outside": (link(HF, "../../outside/secret.txt"), "leads to"),
-}
-for number, (name, (change, says)) in enumerate(WEIGHTS.items()):
-    command = ("convert hf made", "inspect hf", FEW)[number % 3]
-    case(f"weights-{name}", command, change, says)
+})  # fmt: skip
 
 # -- config.json and the hub's index
 
-CONFIG: Mapping[str, tuple[Change, str]] = {
+each("config", ("convert hf made", "inspect hf", EVALUATE, TUNE), {
     "deep": (write("hf/config.json", DEEP), "not JSON"),
     "large": (write("hf/config.json", LARGE), "more than 33,554,432 bytes"),
     "nan": (write("hf/config.json", b'{"model_type": NaN}'), "NaN"),
@@ -115,10 +118,7 @@ CONFIG: Mapping[str, tuple[Change, str]] = {
     "pipe": (instead("hf/config.json", os.mkfifo), "config.json"),
     "outside": (link("hf/config.json", "../../outside/secret.txt"), "leads to"),
     "environment": (link("hf/config.json", "/proc/self/environ"), "leads to"),
-}
-for number, (name, (change, says)) in enumerate(CONFIG.items()):
-    command = ("convert hf made", "inspect hf", EVALUATE, TUNE)[number % 4]
-    case(f"config-{name}", command, change, says, sound=not says)
+})  # fmt: skip
 
 
 def indexed(weight_map: object) -> Change:
@@ -153,7 +153,7 @@ def shared(times: int, layers: str, *also: str) -> Change:
     return edit("ckpt/index.json", change)
 
 
-INDEX: Mapping[str, tuple[Change, str]] = {
+each("index", ("reshard ckpt made", "convert ckpt made --to hf", "generate ckpt --prompt few"), {
     "deep": (write("ckpt/index.json", DEEP), "not JSON"),
     "large": (write("ckpt/index.json", LARGE), "more than 33,554,432 bytes"),
     "format-escapes": (put("ckpt/index.json", ESCAPE, "format"), "format"),
@@ -177,10 +177,7 @@ INDEX: Mapping[str, tuple[Change, str]] = {
     "outside": (link("ckpt/index.json", "../../outside/secret.txt"), "leads to"),
     "weights-outside": (link("ckpt/weights/pp0-ep0-tp0.safetensors", "../../../outside/secret.txt"), "leads to"),
     "bit": (raw("ckpt/weights/pp0-ep0-tp0.safetensors", lambda b: b[:-1] + bytes([b[-1] ^ 1])), "damaged"),
-}
-for number, (name, (change, says)) in enumerate(INDEX.items()):
-    command = ("reshard ckpt made", "convert ckpt made --to hf", "generate ckpt --prompt few")[number % 3]
-    case(f"index-{name}", command, change, says, sound=not says)
+})  # fmt: skip
 
 case("index-shown", "inspect ckpt --tensors", put("ckpt/index.json", ESCAPE, "parameters", 0, "hf"), sound=True)
 case("index-verified", "verify ckpt hf", put("ckpt/index.json", 10**9, "sizes", "mlp"), "index.json")
@@ -188,7 +185,7 @@ case("index-checked", "inspect ckpt --check", put("ckpt/index.json", "0" * 16, "
 case("trainer-escapes", "inspect state", put("state/trainer.json", {"out": ESCAPE}, "recipe"), sound=True)
 
 RESUME = "pretrain recipe.yaml train.steps=8 checkpoint.resume=state"
-TRAINER: Mapping[str, tuple[Change, str]] = {
+each("trainer", [RESUME], {
     "deep": (write("state/trainer.json", DEEP), "trainer.json"),
     "large": (write("state/trainer.json", LARGE), "more than"),
     "step-text": (put("state/trainer.json", ESCAPE, "step"), "step"),
@@ -201,9 +198,7 @@ TRAINER: Mapping[str, tuple[Change, str]] = {
     "recipe-long": (put("state/trainer.json", {"data": {"seed": LONG}}, "recipe"), ""),
     "recipe-deep": (put("state/trainer.json", json.loads('{"a":' * 900 + "1" + "}" * 900), "recipe"), ""),
     "outside": (link("state/trainer.json", "../../outside/secret.txt"), "leads to"),
-}
-for name, (change, says) in TRAINER.items():
-    case(f"trainer-{name}", RESUME, change, says, sound=not says)
+})  # fmt: skip
 
 # -- what travels along, and links
 

@@ -13,6 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megacore.config import ChatConfig
+from megacore.data.examples import ExampleFiles, Examples, Preparation
+from megacore.data.model_tokenizer import ModelFiles
+from megacore.store.tensor_files.companions import companions
+
 Message = dict[str, Any]
 Row = dict[str, Any]
 
@@ -70,6 +75,17 @@ def chat(*turns: str, system: str | None = None) -> list[Message]:
     """The user and the assistant in turn."""
     messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
     return messages if system is None else [{"role": "system", "content": system}, *messages]
+
+
+def model_files(folder: Path, kind: str = "llama", vocabulary: int = 500) -> ModelFiles:
+    """The files that examples need of a model's folder."""
+    return ModelFiles(companions(folder, folder), {"model_type": kind}, vocabulary)
+
+
+def prepared(source: ExampleFiles | Path, folder: Path, out: Path, length: int = 900, **rules: Any) -> Examples:
+    """Examples of a file or of several, with the tokenizer in a folder."""
+    files = source if isinstance(source, ExampleFiles) else ExampleFiles(str(source), [source])
+    return Preparation(files, out, ChatConfig(**rules), length, model_files(folder)).examples()
 
 
 @dataclass(frozen=True)

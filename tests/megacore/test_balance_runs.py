@@ -29,6 +29,7 @@ MODEL = LLAMA | {
     "experts": [0, 1, 1],
     "correction": True,
 }
+RECIPE_CHANGES = {"model": MODEL}
 BALANCED = ["experts.sequence_balance=0.1", "experts.z_loss=0.001", "experts.bias_rate=0.01"]
 CORRECTIONS = [f"layers.{layer}.mlp.router.correction" for layer in (1, 2)]
 
@@ -37,11 +38,6 @@ CORRECTIONS = [f"layers.{layer}.mlp.router.correction" for layer in (1, 2)]
 def _family() -> Iterator[None]:
     with extended():
         yield
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_recipe(tmp_path_factory.mktemp("recipe"), RECIPE | {"model": MODEL})
 
 
 def train(recipe: str, overrides: Sequence[str]) -> Result:

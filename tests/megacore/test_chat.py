@@ -9,15 +9,14 @@ from functools import cache
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-from chats import FAMILIES, ROWS, Row, chat, write_jsonl, write_tokenizer
+from chats import FAMILIES, ROWS, Row, chat, model_files, prepared, write_jsonl, write_tokenizer
 
-from megacore.config import ChatConfig
 from megacore.data.chat import BadExample, TrainOn, passages
 from megacore.data.corpora import _remarks
-from megacore.data.examples import ExampleFiles, Preparation
 from megacore.data.model_tokenizer import ModelFiles, ModelTokenizer, Tokens, counts
 from megacore.data.text import InputError
 from megacore.inference.evaluation_data import DocumentFiles
@@ -57,10 +56,6 @@ def marked(tokenizer: ModelTokenizer, examples: Sequence[Tokens]) -> list[str]:
 
 def learned(tokenizer: ModelTokenizer, row: Row, train_on: TrainOn = "assistant") -> list[str]:
     return marked(tokenizer, encoded(tokenizer, row, train_on))
-
-
-def model_files(folder: Path, kind: str = "llama") -> ModelFiles:
-    return ModelFiles(companions(folder, folder), {"model_type": kind}, 400)
 
 
 @pytest.mark.parametrize("trim", [False, True], ids=["", "trim"])
@@ -343,10 +338,10 @@ def test_mistrals_own_file_of_a_tokenizer_is_one(tmp_path: Path) -> None:
 
 
 def test_a_row_that_a_template_refuses_is_named_with_its_line(tmp_path: Path) -> None:
-    files = model_files(FAMILIES["gemma"].write(tmp_path / "model"), "gemma")
+    folder = FAMILIES["gemma"].write(tmp_path / "model")
     path = write_jsonl(tmp_path / "chats.jsonl", ROWS["turns"], ROWS["brief"], "", ROWS["turns"])
     with pytest.raises(InputError) as error:
-        Preparation(ExampleFiles(str(path), [path]), tmp_path / "examples", ChatConfig(), 64, files).examples()
+        prepared(path, folder, tmp_path / "examples", 64)
     assert "1 bad line(s)" in str(error.value)
     assert f"{path}, line 2: the chat template fails: System role not supported" in str(error.value)
 
@@ -354,10 +349,10 @@ def test_a_row_that_a_template_refuses_is_named_with_its_line(tmp_path: Path) ->
 def test_chats_that_are_several_examples_are_counted_and_said(tmp_path: Path) -> None:
     made = FAMILIES["qwen3"]
     folder = made.write(tmp_path / "model")
-    files, tokenizer = model_files(folder, "qwen3"), ModelTokenizer(folder)
+    tokenizer = ModelTokenizer(folder)
     rows = ROWS["turns"], {"messages": chat("hi", "hello")}, ROWS["thoughts"]
     path = write_jsonl(tmp_path / "chats.jsonl", *rows)
-    found = Preparation(ExampleFiles(str(path), [path]), tmp_path / "examples", ChatConfig(), 400, files).examples()
+    found = prepared(path, folder, tmp_path / "examples", 400)
     wanted = [text for name in made.cases for text in made.cases[name]]
     wanted.insert(2, wanted[0])
     examples = [(ids.astype(np.int64), counted) for ids, counted in map(found.example, range(found.count))]
@@ -370,10 +365,10 @@ def test_chats_that_are_several_examples_are_counted_and_said(tmp_path: Path) ->
     thought = {"role": "assistant", "content": "hello", "reasoning_content": "so long " * 99}
     long = {"messages": [*chat("hi"), thought, *chat("and?", "so")]}
     path = write_jsonl(tmp_path / "long.jsonl", ROWS["turns"], long)
-    source, drop = ExampleFiles(str(path), [path]), ChatConfig(too_long="drop")
-    short = Preparation(source, tmp_path / "examples", drop, 99, files).examples()
+    short = prepared(path, folder, tmp_path / "examples", 99, too_long="drop")
     assert short.facts.dropped == 1 and short.chats.tolist() == [0, 0, 1]
     # An evaluation reads all of them, too.
     path = write_jsonl(tmp_path / "thoughts.jsonl", ROWS["thoughts"])
-    read = DocumentFiles([path], 400, SimpleNamespace(files=files), "text", "assistant").documents()  # type: ignore[arg-type]
+    files: Any = SimpleNamespace(files=model_files(folder))
+    read = DocumentFiles([path], 400, files, "text", "assistant").documents()
     assert marked(tokenizer, [(each.tokens, each.counted) for each in read]) == made.cases["thoughts"]

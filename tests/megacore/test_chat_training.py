@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from chats import FAMILIES, chat, write_jsonl, write_tokenizer
-from engine import LLAMA, RECIPE, Result, of, train, trainer
+from engine import LLAMA, RECIPE, Result, assert_near, of, problems, same, train, trainer
 from pool import Pool
 
 from megacore import checkpoints
@@ -59,10 +59,8 @@ def write(folder: Path, **sections: dict[str, Any]) -> str:
     return str(path)
 
 
-def problems(recipe: str, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as error:
-        check(recipe, overrides, 1, 1)
-    return str(error.value)
+def said_of(recipe: str, *overrides: str) -> str:
+    return str(ConfigError(problems(recipe, *overrides)))
 
 
 # -- packing changes no number
@@ -102,8 +100,7 @@ def test_packed_examples_train_as_they_do_alone(pool: Pool, folder: Path, layout
     np.testing.assert_allclose(packed[0].values("validation_loss"), alone.values("validation_loss"), rtol=1e-9)
     np.testing.assert_allclose(np.exp(alone.values("validation_loss")), alone.values("validation_perplexity"))
     if world == 1:
-        for name, want in alone.weights.items():
-            assert np.linalg.norm(packed[0].weights[name] - want) <= 1e-9 * np.linalg.norm(want), name
+        assert_near(packed[0].weights, alone.weights, 1e-9)
 
 
 def test_without_documents_kept_apart_it_would_be_another_loss(pool: Pool, folder: Path) -> None:
@@ -160,7 +157,7 @@ def test_a_run_that_is_resumed_goes_on_bitwise_with_the_same_examples(pool: Pool
     from_there = checkpoints.complete(checkpoints.folder_of(whole))[2]
     two = pool.run(1, train, recipe, [f"out={part}", *saving, f"checkpoint.resume={from_there}"])[0]
     assert two.values("loss") == one.values("loss")[2:] and two.last == 6
-    assert all(np.array_equal(two.weights[name], weight) for name, weight in one.weights.items())
+    assert same(two.weights, one.weights)
     names = [sorted(path.name for path in (run / "examples").glob("[!.]*")) for run in (whole, part)]
     assert names[0] == names[1] and len(names[0]) == 1
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -238,15 +235,15 @@ def test_bad_lines_are_said_beside_what_else_is_wrong_and_nothing_is_prepared(
 ) -> None:
     write_jsonl(tmp_path / "chats.jsonl", {"messages": []}, *rows(), {"text": 3})
     overrides = [f"out={tmp_path / 'run'}", "optimizer.lr=0", "data.validation=[]"]
-    said = problems(recipe, *overrides)
+    said = said_of(recipe, *overrides)
     assert said.startswith("2 problems") and "optimizer.lr (0.0)" in said
     assert "2 bad line(s)" in said and "line 18: text is a int" in said
     assert not (tmp_path / "run").exists()
     # Of a long file only the beginning is looked at: what is wrong with a config is said soon.
     monkeypatch.setattr("megacore.data.examples.LOOKED_AT", 5)
-    assert "1 bad line(s)" in problems(recipe, *overrides)
-    assert problems(recipe, *overrides, "chat.bad_lines=skip").startswith("1 problem ")
-    assert problems(recipe, *overrides, "data.sequence_length=0").startswith("2 problems")
+    assert "1 bad line(s)" in said_of(recipe, *overrides)
+    assert said_of(recipe, *overrides, "chat.bad_lines=skip").startswith("1 problem ")
+    assert said_of(recipe, *overrides, "data.sequence_length=0").startswith("2 problems")
 
 
 @pytest.mark.parametrize(
@@ -258,21 +255,21 @@ def test_bad_lines_are_said_beside_what_else_is_wrong_and_nothing_is_prepared(
     ],
 )
 def test_what_does_not_fit_is_named(recipe: str, overrides: Sequence[str], words: Sequence[str]) -> None:
-    said = problems(recipe, *overrides)
+    said = said_of(recipe, *overrides)
     assert all(word in said for word in words), said
 
 
 def test_without_a_tokenizer_or_a_template_there_are_no_chats(recipe: str, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").unlink()
-    assert "the model's tokenizer no chat template: set chat.template" in problems(recipe)
+    assert "the model's tokenizer no chat template: set chat.template" in said_of(recipe)
     chats = (tmp_path / "chats.jsonl").read_text()
     (tmp_path / "chats.jsonl").write_text(chats + '{"messages": [{"role": "none", "content": "hi"}]}\n{"messages": \n')
-    said = problems(recipe)  # what is bad with any template comes before one is looked for
+    said = said_of(recipe)  # what is bad with any template comes before one is looked for
     assert said.startswith("1 problem ") and "message 1 has the role 'none'" in said and "not JSON" in said
     (tmp_path / "chats.jsonl").write_text(chats)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).unlink()
-    assert "examples and streams need the model's tokenizer, and none is there" in problems(recipe)
+    assert "examples and streams need the model's tokenizer, and none is there" in said_of(recipe)
 
 
 def test_the_check_of_the_launcher_prepares(recipe: str, tmp_path: Path) -> None:

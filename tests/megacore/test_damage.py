@@ -7,6 +7,7 @@ from unittest import mock
 
 import engine
 import pytest
+from changes import Change, gone, raw, swap, write
 from engine import RECIPE, path_of, train, trainer, write_recipe
 from pool import Pool
 from test_reads import cannot_read
@@ -27,11 +28,7 @@ from megacore.training.check import check
 from megacore.training.main import main as pretrain
 
 STEPS = ["train.steps=6", "checkpoint.patience=0", "train.precision=bf16", "evaluate.every=0", "checkpoint.keep=null"]
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_recipe(tmp_path_factory.mktemp("recipe"), RECIPE | {"checkpoint": {"every": 2}})
+RECIPE_CHANGES = {"checkpoint": {"every": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -167,54 +164,35 @@ def names(out: Path) -> list[str]:
     return sorted(path.name for path in checkpoints.folder_of(out).iterdir())
 
 
-def cut(path: Path) -> None:
-    (path / "index.json").write_bytes((path / "index.json").read_bytes()[:1000])
-
-
-def empty(path: Path) -> None:
-    (path / "index.json").unlink()
-
-
-def without_a_file(path: Path) -> None:
-    (path / "exp_avg" / "pp0-ep0-tp1.safetensors").unlink()
-
-
-def bad_counts(path: Path) -> None:
-    (path / "trainer.json").write_text('{"step": 6, "recipe": {}}')
-
-
-def another_step(path: Path) -> None:
-    counts = (path / "trainer.json").read_text()
-    (path / "trainer.json").write_text(counts.replace('"step": 6', '"step": 4'))
-
-
 def bad_bit(path: Path) -> None:
     flip(path / "exp_avg_sq" / "pp0-ep0-tp0.safetensors", TENSOR)
 
 
-WAYS = {
-    cut: "is not JSON",
-    empty: "was not written to its end",
-    without_a_file: "No such file",
-    bad_counts: "has no consumed_samples",
-    another_step: "trainer.json has step 4, index.json 6",
-    bad_bit: "has the fingerprint",
+cut = raw("index.json", lambda content: content[:1000])
+WAYS: dict[str, tuple[Change, str]] = {
+    "cut": (cut, "is not JSON"),
+    "empty": (gone("index.json"), "was not written to its end"),
+    "without a file": (gone("exp_avg/pp0-ep0-tp1.safetensors"), "No such file"),
+    "bad counts": (write("trainer.json", '{"step": 6, "recipe": {}}'), "has no consumed_samples"),
+    "another step": (swap("trainer.json", '"step": 6', '"step": 4'), "trainer.json has step 4, index.json 6"),
+    "bad bit": (bad_bit, "has the fingerprint"),
 }
 
 
 @pytest.mark.in_turn(6)
 @pytest.mark.parametrize("damage", WAYS)
 def test_a_run_goes_on_from_the_newest_whole_checkpoint(
-    recipe: str, out: Path, capsys: pytest.CaptureFixture[str], damage: Any
+    recipe: str, out: Path, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
     """And ends as if it had been started from that one by hand; what is damaged is kept, out of the way."""
     other = out.with_name("other")
     train(recipe, [f"out={other}", f"checkpoint.resume={path_of(out, 4)}", *STEPS])
-    damage(path_of(out, 6))
+    change, why = WAYS[damage]
+    change(path_of(out, 6))
     before = {path: path.read_bytes() for path in path_of(out, 6).rglob("*.*") if path.is_file()}
     said = going_on(recipe, out, capsys)
     (line,) = [line for line in said.splitlines() if line.startswith("Set aside as step-00000006.damaged: ")]
-    assert str(path_of(out, 6)) in line and WAYS[damage] in said
+    assert str(path_of(out, 6)) in line and why in said
     assert "Resuming after step 4" in said
     assert names(out) == ["step-00000002", "step-00000004", "step-00000006", "step-00000006.damaged"]
     for path, data in before.items():

@@ -88,17 +88,9 @@ def test_steps_come_from_the_epochs_everywhere(tmp_path: Path, capsys: pytest.Ca
     assert f"must be below train.steps ({done.step})" in problem
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("train.epochs=0", "train.epochs (0.0): must be above 0"),
-        ("evaluate.patience=2", "evaluate.patience looks at the losses of evaluations"),
-        ("checkpoint.best=true", "checkpoint.best looks at the losses of evaluations"),
-        ("evaluate.tasks=[piqa]", "evaluate.tasks are asked at evaluations"),
-    ],
-)
-def test_what_does_not_fit_is_said(tmp_path: Path, given: str, said: str) -> None:
-    assert any(said in each for each in engine.problems(write_recipe(tmp_path), given, "evaluate.every=0"))
+def test_tasks_without_evaluations_are_said(tmp_path: Path) -> None:
+    found = engine.problems(write_recipe(tmp_path), "evaluate.tasks=[piqa]", "evaluate.every=0")
+    assert any("evaluate.tasks are asked at evaluations" in each for each in found)
 
 
 @pytest.mark.in_turn(2, 1)

@@ -5,7 +5,7 @@ from pathlib import Path
 import engine
 import numpy as np
 import pytest
-from engine import LLAMA, RECIPE, Result, assert_near, path_of, train, whole, write_recipe
+from engine import LLAMA, Result, assert_near, path_of, train, whole
 from pool import Pool
 
 from megacore.parallel.weights.layout import MeshShape
@@ -17,13 +17,9 @@ from megacore.training import metrics
 
 MIXTRAL = LLAMA | {"family": "mixtral", "num_hidden_layers": 2, "num_local_experts": 4, "intermediate_size": 7}
 """An odd number of features, which tp pads."""
+RECIPE_CHANGES = {"model": MIXTRAL}
 TOLERANCE = 1e-9
 SIX = ["train.steps=6", "checkpoint.every=2", "evaluate.every=0"]
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_recipe(tmp_path_factory.mktemp("recipe"), RECIPE | {"model": MIXTRAL})
 
 
 @pytest.fixture(scope="module")

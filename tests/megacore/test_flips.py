@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from engine import GPT2, RECIPE, trainer, write_recipe
+from engine import GPT2, trainer
 from pool import Pool
 
 from megacore.corruption import Corrupted
 from megacore.training.callbacks.replicas import held_tensors
 from megacore.training.trainer import Callback, Trainer
 
+RECIPE_CHANGES = {"model": GPT2 | {"tie_word_embeddings": True}}
 ALL_WATCHED = ["recovery.checksums=0.99", "recovery.compare_every=2", "evaluate.every=0", "train.steps=6"]
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one": (1, []),
@@ -59,11 +60,6 @@ def flip(recipe: str, overrides: list[str], seed: int) -> tuple[str, str, int]:
     except Corrupted as error:
         return fault.flipped, str(error), made.step
     return fault.flipped, "", made.step
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_recipe(tmp_path_factory.mktemp("recipe"), RECIPE | {"model": GPT2 | {"tie_word_embeddings": True}})
 
 
 @pytest.mark.in_turn(6)

@@ -13,20 +13,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chats import FAMILIES, TEXT, Message, Row, write_jsonl, write_tokenizer
+from chats import FAMILIES, TEXT, Message, Row, prepared, write_jsonl, write_tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from megacore.config import EXAMPLE_KEYS, ChatConfig, Config, CorpusConfig, DataConfig
+from megacore.config import EXAMPLE_KEYS, Config, CorpusConfig, DataConfig
 from megacore.data import text
 from megacore.data.corpora import _remarks
 from megacore.data.data_sets import files_of, resolved
-from megacore.data.examples import ExampleFiles, Examples, Preparation
+from megacore.data.examples import ExampleFiles
 from megacore.data.formats import KEYS, BadExample, example, format_of, renamed
-from megacore.data.model_tokenizer import ModelFiles
 from megacore.data.text import InputError
 from megacore.parallel import limits
 from megacore.recipe import load
-from megacore.store.tensor_files.companions import companions
 
 TEMPLATES = ("chatml", "llama-3", "qwen2.5", "phi-4", "smollm3")
 WITHOUT = dict.fromkeys(("chatml", "phi-4", "smollm3"), ("calls", "ShareGPT-tools")) | {"llama-3": ("ShareGPT-tools",)}
@@ -125,14 +123,6 @@ UNLEARNED = {"answered": 1}
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     return {name: FAMILIES[name].write(tmp_path_factory.mktemp(name)) for name in TEMPLATES}
-
-
-def model_files(folder: Path) -> ModelFiles:
-    return ModelFiles(companions(folder, folder), {"model_type": "llama"}, 500)
-
-
-def prepared(source: ExampleFiles, folder: Path, out: Path, **rules: Any) -> Examples:
-    return Preparation(source, out, ChatConfig(**rules), 900, model_files(folder)).examples()
 
 
 def reference(tokenizer: Any, case: Case, unlearned: int | None) -> tuple[list[int], list[bool]]:

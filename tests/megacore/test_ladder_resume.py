@@ -26,14 +26,12 @@ def climb(
     return straight, found
 
 
-OPTIMIZERS = [pytest.param(name, marks=pytest.mark.in_turn(4)) for name in ("adamw", "muon")]
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_from_rung_to_rung_bitwise(pool: Pool, tmp_path: Path, name: str) -> None:
+@pytest.mark.in_turn(4)
+@pytest.mark.parametrize("optimizer", ["name=adamw", "name=muon", "moments=bf16"])
+def test_from_rung_to_rung_bitwise(pool: Pool, tmp_path: Path, optimizer: str) -> None:
     """Two replicas with a microbatch each: every sum is a + b. Clipping goes by the norm, which is the same on each."""
     recipe = write_recipe(tmp_path)
-    overrides = ["train.precision=bf16", "batch.micro_size=4", "optimizer.clip=0.5", f"optimizer.name={name}"]
+    overrides = ["train.precision=bf16", "batch.micro_size=4", "optimizer.clip=0.5", f"optimizer.{optimizer}"]
     straight, found = climb(pool, tmp_path, 2, recipe, overrides)
     assert [result.last for result in found] == [10, 10]
     for key in ("loss", "validation_loss"):
@@ -43,7 +41,8 @@ def test_from_rung_to_rung_bitwise(pool: Pool, tmp_path: Path, name: str) -> Non
     engine.assert_same_files(path_of(tmp_path / "straight", 10), path_of(tmp_path / f"rung{len(ROUND) - 1}", 10), 4)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.in_turn(12)) for name in ("adamw", "muon")])
+@pytest.mark.in_turn(12)
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_from_rung_to_rung_on_any_layout(pool: Pool, tmp_path: Path, name: str) -> None:
     """Shared kv heads, tied tables on both ends, uneven gradients accumulated over microbatches."""
     recipe = write_recipe(tmp_path, RECIPE | {"model": LLAMA | {"tie_word_embeddings": True, "num_key_value_heads": 1}})

@@ -38,11 +38,6 @@ CLIP = 0.5
 ON = [*OUTER, f"optimizer.clip={CLIP}", "evaluate.every=3", "checkpoint.every=0"]
 
 
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return engine.write_recipe(tmp_path_factory.mktemp("recipe"), RECIPE)
-
-
 @dataclass
 class Simulated:
     """Per step: the mean loss of the replicas, the root of the mean of their squared norms. The validation loss after

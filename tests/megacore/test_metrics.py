@@ -218,14 +218,16 @@ def test_other_work_shows_itself_likewise(terminal: bool, monkeypatch: pytest.Mo
 
 
 def test_lines_that_are_no_records_are_passed_over(tmp_path: Path) -> None:
-    """What a disk or an editor has left, or a kill in the middle of a line."""
+    """What a disk or an editor has left, or a kill in the middle of a line; and what holds no numbers."""
     records = [json.dumps({"step": step, **TRAINED}) for step in (1, 2, 3)]
     lines = [records[0], "\x00\x00 garbled", records[1], "[1, 2]", '{"loss": 1}', records[2], '{"step": 4, "lo']
-    (tmp_path / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b"\xff")
+    lines[1:1] = ['{"step": 1, "loss": "x"}', '{"step": 1, "loss": [[]]}', "[" * 100_000]
+    lines[1:1] = [f'{{"step": 1, "layers": [1], "counts": {each}}}' for each in ("3", "[1]", '[["x"]]', "[[]]")]
+    (path := tmp_path / metrics.METRICS).write_bytes("\n".join(lines).encode() + b"\xff")
+    assert metrics.read(path) == metrics.newest(path, 1 << 20) == [json.loads(each) for each in records]
     with closing(Log(Config(out=str(tmp_path)), after=2)) as log:
         log.write(3, TRAINED | {"loss": 1.5})
-    losses = metrics.curve(metrics.read(tmp_path / "metrics.jsonl"), "loss")
-    assert losses == [(1, 2.5), (2, 2.5), (3, 1.5)]
+    assert metrics.curve(metrics.read(path), "loss") == [(1, 2.5), (2, 2.5), (3, 1.5)]
 
 
 def test_of_a_step_that_stands_twice_the_last_line_counts(tmp_path: Path) -> None:
@@ -341,11 +343,3 @@ def test_links_in_a_run_s_folder_are_not_followed(tmp_path: Path) -> None:
         metrics.JsonLines(tmp_path / "run" / metrics.METRICS)
     assert secret.read_text() == '{"step": 1}\n'
     assert Image.open(tmp_path / "run" / metrics.PICTURE).format == "PNG"
-
-
-def test_records_of_no_numbers_are_passed_over(tmp_path: Path) -> None:
-    path = tmp_path / metrics.METRICS
-    lines = ['{"step": 1, "loss": 2.0}', '{"step": 1, "loss": "x"}', '{"step": 1, "loss": [[]]}', "[" * 100_000]
-    lines += [f'{{"step": 1, "layers": [1], "counts": {each}}}' for each in ("3", "[1]", '[["x"]]', "[[]]")]
-    path.write_text("".join(f"{line}\n" for line in lines))
-    assert metrics.read(path) == metrics.newest(path, 1 << 20) == [{"step": 1, "loss": 2.0}]

@@ -17,7 +17,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch.distributed as dist
-from engine import RECIPE, train, write_recipe
+from engine import train
 from faulty import Faulty
 from pool import Pool, forkserver
 
@@ -38,12 +38,8 @@ from megacore.training.check import check
 from megacore.training.resume import overrides_of_restart
 from megacore.training.save import SaveError
 
+RECIPE_CHANGES = {"checkpoint": {"every": 2}}
 STEPS = ["train.steps=6", "train.precision=bf16", "evaluate.every=0", "checkpoint.keep=null", "checkpoint.patience=0"]
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_recipe(tmp_path_factory.mktemp("recipe"), RECIPE | {"checkpoint": {"every": 2}})
 
 
 def kept(folder: ObjectPath) -> dict[str, bytes]:
@@ -140,57 +136,49 @@ def test_a_rank_reads_the_ranges_that_it_needs(
 # -- damage
 
 
-def cut_index(path: ObjectPath) -> None:
-    (path / "index.json").write((path / "index.json").open().read()[:1000])
+Change = Callable[[ObjectPath], object]
+
+
+def changed(name: str, how: Callable[[bytes], bytes]) -> Change:
+    """A change of an object of a checkpoint."""
+    return lambda path: (path / name).write(how((path / name).open().read()))
 
 
 def foreign_index(path: ObjectPath) -> None:
     other = min(checkpoints.complete(ObjectPath(path.parent)).values())
-    (path / "index.json").write(ObjectPath(other / "index.json").open().read())
+    (path / INDEX).write(ObjectPath(other / INDEX).open().read())
 
 
-def truncated(path: ObjectPath) -> None:
-    name = path / "master" / "pp0-ep0-tp1.safetensors"
-    name.write(name.open().read()[:-8])
-
-
-def missing(path: ObjectPath) -> None:
-    (path / "exp_avg" / "pp0-ep0-tp1.safetensors").remove()
-
-
-def flipped(path: ObjectPath) -> None:
-    name = path / "exp_avg_sq" / "pp0-ep0-tp0.safetensors"
-    data = bytearray(name.open().read())
-    data[-100] ^= 1
-    name.write(bytes(data))
-
-
-DAMAGE: dict[Callable[[ObjectPath], None], str] = {
-    cut_index: "is not JSON",
-    foreign_index: "trainer.json has step 6, index.json 2",
-    truncated: "it is truncated",
-    missing: "exp_avg/pp0-ep0-tp1.safetensors: there is no such object",
-    flipped: "has the fingerprint",
+flipped = changed("exp_avg_sq/pp0-ep0-tp0.safetensors", lambda data: data[:-1] + bytes([data[-1] ^ 1]))
+DAMAGE: dict[str, tuple[Change, str]] = {
+    "cut index": (changed(INDEX, lambda data: data[:1000]), "is not JSON"),
+    "foreign index": (foreign_index, "trainer.json has step 6, index.json 2"),
+    "truncated": (changed("master/pp0-ep0-tp1.safetensors", lambda data: data[:-8]), "it is truncated"),
+    "missing": (
+        lambda path: (path / "exp_avg/pp0-ep0-tp1.safetensors").remove(),
+        "exp_avg/pp0-ep0-tp1.safetensors: there is no such object",
+    ),
+    "flipped": (flipped, "has the fingerprint"),
 }
 
 
 @pytest.mark.in_turn(5)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_run_goes_on_from_the_newest_whole_checkpoint_of_a_store(
-    recipe: str, folder: ObjectPath, tmp_path: Path, damage: Any, capsys: pytest.CaptureFixture[str]
+    recipe: str, folder: ObjectPath, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What is damaged stays, without its index; what was never ended is removed."""
-    six = at(folder, 6)
-    damage(six)
+    six, (damaged, why) = at(folder, 6), DAMAGE[damage]
+    damaged(six)
     left, torn = kept(six), folder / "step-00000008-0000000a" / "weights" / "pp0-ep0-tp0.safetensors"
     torn.write(b"half")
     overrides = [f"checkpoint.folder={folder}", *STEPS]
-    with pytest.raises((ConfigError, StoreError), match=DAMAGE[damage]):
+    with pytest.raises((ConfigError, StoreError), match=why):
         train(recipe, [f"out={tmp_path / 'other'}", f"checkpoint.resume={six}", *STEPS])
     assert main.main([recipe, f"out={tmp_path / 'run'}", "checkpoint.resume=auto", *overrides]) == 0
     said = capsys.readouterr().out
     (line,) = [line for line in said.splitlines() if line.startswith("Set aside as index.json.damaged: ")]
-    assert str(six) in line and DAMAGE[damage] in said and "Resuming after step 4" in said
+    assert str(six) in line and why in said and "Resuming after step 4" in said
     assert kept(six) == {name.replace("index.json", "index.json.damaged"): data for name, data in left.items()}
     assert at(folder, 6) != six and not torn.exists() and not (folder / LOCK).exists()
 

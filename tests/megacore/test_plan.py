@@ -502,7 +502,8 @@ def test_what_published_runs_do_in_another_way_explains_their_time() -> None:
 
 def turn(layout: PublishedLayout) -> pytest.MarkDecorator:
     """The largest searches take a quarter of a minute."""
-    return pytest.mark.grid if layout.mesh.world in (1024, 2048) else pytest.mark.in_turn(5)
+    world = layout.mesh.world
+    return pytest.mark.grid if world in (1024, 2048) else pytest.mark.in_turn(15 if world > 8192 else 5)
 
 
 @pytest.mark.parametrize("theirs", [pytest.param(each, id=str(each), marks=turn(each)) for each in PUBLISHED_LAYOUTS])
@@ -630,6 +631,7 @@ def test_each_stage_is_charged_what_it_keeps(schedule: str, chunks: int) -> None
 # -- the search, and the command
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("world", [16, 24])  # of which three nodes cannot share out the batch evenly
 def test_fit_finds_recipes_that_fit_and_pass_every_rule(world: int) -> None:
     recipe = RECIPES / "llama-3.1-8b.yaml"
@@ -824,12 +826,6 @@ def test_fit_of_256_experts_in_61_layers_looks_closely_at_few(monkeypatch: pytes
     assert 0 < looked["unlike"] < 3000 and looked["estimate"] < 2000 and 0 < looked["memory"] < 30, looked
 
 
-def test_fit_says_when_nothing_does(capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = str(RECIPES / "llama-3.1-70b.yaml")
-    assert main(["plan", recipe, "--fit", "GPU=a100-40", "--nodes", "1"]) == 0
-    assert "Nothing fits 8 x a100-40" in capsys.readouterr().out
-
-
 def test_fit_says_what_the_next_best_loses_and_of_which_peak_the_mfu_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -871,40 +867,38 @@ def test_the_function_returns_what_the_command_prints(capsys: pytest.CaptureFixt
         megacore.plan(recipe, ["mesh.tp=3"])
 
 
-@pytest.mark.parametrize("recipe", ["quickstart", "llama-3.2-1b", "llama-3.1-8b"])
-def test_every_recipe_has_a_plan(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    gpu = "cpu" if recipe == "quickstart" else "h200"
-    assert main(["plan", str(RECIPES / f"{recipe}.yaml"), "--gpu", gpu, "--world", "4" if gpu == "cpu" else "8"]) == 0
+OF_CPUS = "% is of 0.5 TFLOP/s, a round number for CPUs: "
+OF_H200 = "% is of 989.4 TFLOP/s, dense bf16 on the data sheet of H200: "
+FITS = "Memory at the peak", "A step is estimated"
+SAID: list[tuple[str, list[str], tuple[str, ...]]] = [
+    ("quickstart", ["--gpu", "cpu", "--world", "4"], (*FITS, OF_CPUS)),
+    ("llama-3.2-1b", ["--gpu", "h200", "--world", "8"], (*FITS, OF_H200, "NCCL takes about")),
+    ("llama-3.1-8b", ["--gpu", "h200", "--world", "8"], (*FITS, OF_H200, "NCCL takes about")),
+    ("llama-3.1-70b", ["--fit", "GPU=a100-40", "--nodes", "1"], ("Nothing fits 8 x a100-40",)),
+    ("finetune_lora", ["--world", "1", "model.preset=llama-3.1-8b"], ("(41,943,040 trained)", "It fits")),
+    ("finetune_preferences", ["--world", "2", "model.preset=llama-3.2-1b"], ("It fits",)),
+]
+
+
+@pytest.mark.parametrize(("recipe", "options", "words"), SAID, ids=[name for name, *_ in SAID])
+def test_every_recipe_has_a_plan(
+    recipe: str, options: list[str], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of adapters without a model, of preferences without pairs; and where nothing fits, that is said."""
+    assert main(["plan", str(RECIPES / f"{recipe}.yaml"), *options]) == 0
     out = capsys.readouterr().out
-    assert "Memory at the peak" in out and "A step is estimated" in out
-    assert ("NCCL takes about" in out) == (gpu != "cpu")
-    of = (
-        "0.5 TFLOP/s, a round number for CPUs"
-        if gpu == "cpu"
-        else "989.4 TFLOP/s, dense bf16 on the data sheet of H200"
-    )
-    assert f"% is of {of}: " in out.splitlines()[-1]
+    assert [each for each in words if each not in out] == []
+    assert ("NCCL takes about" in words) == ("NCCL takes about" in out) or "--gpu" not in options
 
 
-def test_the_plan_of_adapters_needs_no_model(capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = str(RECIPES / "finetune_lora.yaml")
-    assert main(["plan", recipe, "--world", "1", "model.preset=llama-3.1-8b"]) == 0
-    out = capsys.readouterr().out
-    assert "llama of 8,030,261,248 parameters (41,943,040 trained)" in out and "It fits" in out
-
-
-def test_the_plan_of_preferences_needs_no_pairs(capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = str(RECIPES / "finetune_preferences.yaml")
-    assert main(["plan", recipe, "--world", "2", "model.preset=llama-3.2-1b"]) == 0
-    assert "It fits" in capsys.readouterr().out
-    assert main(["plan", recipe, "--world", "2", "model.preset=llama-3.2-1b", "loss.z_loss=0.1"]) == 2
-    assert "preference.loss (dpo) takes the place of loss.z_loss (0.1) too" in capsys.readouterr().err
+PREFERENCES = ["finetune_preferences", "--world", "2", "model.preset=llama-3.2-1b"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         ([], "name a recipe"),
+        ([*PREFERENCES, "loss.z_loss=0.1"], "preference.loss (dpo) takes the place of loss.z_loss (0.1) too"),
         (["llama-3.1-8b", "mesh.tp=3"], "cannot split"),
         (["llama-3.1-8b", "mesh.tpp=3"], "did you mean mesh.tp"),
         (["llama-3.1-8b", "model.preset=nothing"], "unknown preset"),

@@ -179,6 +179,3 @@ def test_scores_are_there_a_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     short, long = (of(length=length, windows=4 * (WINDOW,), softcap=30.0).chunks[0][0].peak for length in (1024, 2048))
     scores = 4 * HEADS * SEQUENCES * 512 * (99 + 512)
     assert scores < short < long < 1.3 * short
-
-
-# -- layers that are alike

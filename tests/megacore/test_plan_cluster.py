@@ -15,7 +15,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch.distributed as dist
-from engine import RECIPE, of, trainer, write_recipe
+from engine import RECIPE, counting_reads, of, trainer, write_recipe
 from pool import Pool
 
 from megacore import open_files
@@ -31,7 +31,6 @@ from megacore.planning.recipe_setting import setting_of
 from megacore.planning.step_time import Cluster, estimate
 from megacore.recipe import load
 from megacore.store.tensor_files import shares
-from megacore.store.weight_folders import loader as loading
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.tools.main import main
 from megacore.training.callbacks.checkpoints import Checkpoints
@@ -59,27 +58,20 @@ class Seen:
 
 
 def started_saved_and_resumed(recipe: str, overrides: list[str]) -> Seen:
-    groups, read = [dist.get_world_size()], 0
-    new_group, assemble = dist.new_group, loading.assemble
+    groups, new_group = [dist.get_world_size()], dist.new_group
 
     def counting_groups(ranks: list[int], **given: Any) -> Any:
         groups.append(len(ranks))
         return new_group(ranks, **given)
 
-    def counting_reads(*arguments: Any) -> Any:
-        nonlocal read
-        _, copies, source, *_ = arguments
-        read += sum(copy.source_view.numel * source(copy.source)[1].itemsize for copy in copies)
-        return assemble(*arguments)
-
     with patch.object(shares, "SHARE_BYTES", 1), patch.object(shares, "SLICE", 100):
         trainer(recipe, [*overrides, "train.steps=3"], log=True).fit()
-        with patch.object(dist, "new_group", counting_groups), patch.object(loading, "assemble", counting_reads):
+        with patch.object(dist, "new_group", counting_groups), counting_reads() as read:
             made = trainer(recipe, [*overrides, "train.steps=4", "checkpoint.resume=auto"])
             Control.create(made.mesh, NODE)
         written = of(made, Checkpoints)._saver.reserve().written
     sizes = [each.nbytes for file in written for each in file.host.values()]
-    return Seen(groups, len(written), sum(sizes), read)
+    return Seen(groups, len(written), sum(sizes), sum(read))
 
 
 @pytest.mark.in_turn(4)

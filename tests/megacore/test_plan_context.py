@@ -166,6 +166,7 @@ def test_the_documents_of_a_corpus_are_those_that_training_packs(
     assert f"--documents {tmp_path / 'none'}: " in capsys.readouterr().err
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("ranks", "tokens", "context"),
     [(8, 1 << 22, ContextParallel(8, "ring", "auto", 8)), (1, 500_000, WHOLE)],

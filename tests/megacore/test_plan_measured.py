@@ -310,30 +310,11 @@ DROPPING = Tuning(Lora(16, 32.0, ("*",), dropout=0.1))
 NO_EMBEDDING = Tuning(freeze=("embed",))
 UPPER_HALF = Tuning(freeze=("embed", "layers.[0-1]"))
 HEAD = Tuning(only=("head",))
-
 NF4 = Tuning(Lora(16, 32.0, ("*",), base_dtype="nf4"))
 INT8 = Tuning(Lora(16, 32.0, ("attn",), base_dtype="int8"))
-
 TUNINGS = (ADAPTERS, ATTENTION, DROPPING, NO_EMBEDDING, UPPER_HALF)
-
 MESHES = [MeshShape(dp=4), MeshShape(dp=2, tp=2), MeshShape(pp=2, dp=2), MeshShape(tp=4)]
-STATES = [
-    *(Case(mesh, tied=mesh.pp > 1, shard=shard, length=16) for mesh in MESHES for shard in SHARDS),
-    Case(MeshShape(dp=4), shard="gradients", replicas=2, length=16),
-    Case(MeshShape(dp=2, tp=2), shard="optimizer", length=16, ema=0.9),
-    Case(MeshShape(pp=2, tp=2), masters=False, length=16, microbatches=2),
-    Case(MeshShape(pp=2, tp=2), "fp32", length=16, schedule="interleaved", chunks=2, microbatches=2),
-    Case(MeshShape(dp=2, tp=2), "fp32", family="gpt2", length=16),
-    *(
-        Case(mesh, shard=shard, length=16, tuning=tuning)
-        for mesh, tuning in ((MeshShape(dp=2, tp=2), ADAPTERS), (MeshShape(pp=2, dp=2), UPPER_HALF))
-        for shard in SHARDS
-    ),
-    Case(MeshShape(pp=2, dp=2), tied=True, shard="optimizer", length=16, tuning=NO_EMBEDDING),
-]
-
-
-BOTH: list[Case] = [
+BOTH = [
     Case(),
     Case(recompute="selective"),
     Case(recompute="full"),
@@ -345,103 +326,17 @@ BOTH: list[Case] = [
     Case(vocab=64, mlp_chunk=64, recompute="full"),
     Case(family="gpt2"),
 ]
-PREDICTING = [
-    Case(family="glm4_moe", fields=((FIELD, 1),), microbatches=2),
-    Case(family="glm4_moe", fields=((FIELD, 2),), microbatches=2, recompute="full"),
-]
-PREDICTING_OF_TWO = [
-    replace(PREDICTING[0], mesh=MeshShape(pp=2), microbatches=4),
-    replace(PREDICTING[0], mesh=MeshShape(dp=2), shard="parameters"),
-]
-OF_ONE = [replace(case, precision=kind) for kind in ("bf16", "fp32") for case in BOTH]
-OF_TWO = [
-    Case(MeshShape(tp=2), microbatches=2),
-    Case(MeshShape(pp=2), microbatches=4),
-    Case(MeshShape(pp=2), "fp32", microbatches=4),
-    Case(MeshShape(pp=2), microbatches=4, schedule="gpipe"),
-    Case(MeshShape(pp=2), microbatches=4, schedule="interleaved", chunks=2),
-    *(Case(MeshShape(pp=2), vocab=64, microbatches=4, recompute=each) for each in (("full", "none"), ("none", "full"))),
-    Case(MeshShape(pp=2), microbatches=4, schedule="interleaved", chunks=2, recompute=("full", "selective")),
-    Case(MeshShape(dp=2), microbatches=2),
-    Case(MeshShape(dp=2), shard="optimizer", microbatches=2, bucket_bytes=1 << 19),
-    Case(MeshShape(dp=2), shard="gradients", microbatches=2, bucket_bytes=1 << 19),
-    Case(MeshShape(dp=2), shard="parameters", microbatches=2),
-    *(Case(MeshShape(dp=2), shard=shard, microbatches=2, compress="bf16", bucket_bytes=1 << 19) for shard in SHARDS),
-    *(Case(MeshShape(dp=2), shard=each, microbatches=2, compress="int8", bucket_bytes=1 << 19) for each in SHARDS[:2]),
-]
+PREDICTING = Case(family="glm4_moe", fields=((FIELD, 1),), microbatches=2)
+SMALL = 1 << 19
+"""Bytes of a bucket, so that there are several."""
 # Few tokens and a large vocabulary: the sums of the model's ends, each of which is one message, decide.
-ENDS = Case(MeshShape(dp=2), vocab=8000, length=16, micro=1, microbatches=2, bucket_bytes=1 << 19)
-OF_TWO += [
-    *(replace(ENDS, shard=shard) for shard in SHARDS[2:]),
-    *(replace(ENDS, shard=shard, tied=True) for shard in SHARDS[2:]),
-    replace(ENDS, shard="gradients", tied=True, compress="bf16"),
-    replace(ENDS, shard="optimizer", compress="bf16"),
-    replace(ENDS, shard="optimizer", compress="int8"),
-]
-OF_FOUR = [
-    Case(MeshShape(pp=2, tp=2), microbatches=4),
-    Case(MeshShape(tp=4), recompute="full"),
-    Case(MeshShape(dp=4), shard="parameters"),
-]
+ENDS = Case(MeshShape(dp=2), vocab=8000, length=16, micro=1, microbatches=2, bucket_bytes=SMALL)
 # Small vocabularies, so that what waits for weight gradients decides.
 SPLIT = Case(MeshShape(pp=2), vocab=64, microbatches=4, schedule="zb-h1")
-SPLIT_OF_TWO = [
-    *(replace(SPLIT, recompute=recompute) for recompute in get_args(Recompute)),
-    replace(SPLIT, schedule="zb-interleaved", chunks=2, precision="fp32"),
-    replace(SPLIT, schedule="zb-v", chunks=2, microbatches=5),
-    replace(SPLIT, vocab=8000),
-    replace(SPLIT, family="mixtral"),
-]
-SPLIT_OF_FOUR = [
-    replace(SPLIT, mesh=MeshShape(pp=2, tp=2)),
-    *(replace(SPLIT, mesh=MeshShape(pp=2, dp=2), shard=shard, bucket_bytes=1 << 19) for shard in SHARDS[2:]),
-    replace(SPLIT, mesh=MeshShape(pp=4), recompute="full"),
-    replace(SPLIT, mesh=MeshShape(pp=4), recompute=("full", "selective", "none", "none")),
-    replace(SPLIT, mesh=MeshShape(pp=2, ep=2), family="mixtral"),
-]
 # Ends of the model that are alone in their virtual stage.
 BARE = Case(MeshShape(pp=2), microbatches=4, schedule="interleaved", chunks=2, layers=(0, 2, 2, 0))
-BARE_ENDS = [
-    BARE,
-    replace(BARE, schedule="zb-interleaved", vocab=64),
-    replace(BARE, schedule="zb-interleaved", vocab=8000, tied=True, recompute="full"),
-    replace(BARE, schedule="1f1b", chunks=1, layers=(0, 4), vocab=8000),
-    replace(BARE, schedule="zb-h1", chunks=1, layers=(4, 0), precision="fp32"),
-]
-TUNED_ONE = [
-    *(Case(precision=kind, tuning=tuning) for kind in ("bf16", "fp32") for tuning in TUNINGS),
-    *(Case(recompute=recompute, tuning=tuning) for recompute in ("selective", "full") for tuning in TUNINGS),
-    *(Case(vocab=64, tuning=tuning) for tuning in TUNINGS),  # no peak at the head
-    *(Case(vocab=8000, loss_chunk=64, tuning=tuning) for tuning in (ADAPTERS, UPPER_HALF)),
-    *(Case(family="gpt2", tuning=tuning) for tuning in (ADAPTERS, UPPER_HALF)),
-    Case(vocab=64, tuning=HEAD),
-]
 ROUND = (("intermediate_size", 384),)
 ROUND_EXPERTS = (("experts", (0, 1, 1, 0)), ("expert_size", 128), ("shared_size", 64), *ROUND)
-QUANTISED = [
-    *(Case(vocab=64, tuning=tuning, fields=ROUND) for tuning in (NF4, INT8)),
-    *(Case(vocab=64, tuning=NF4, fields=ROUND, recompute=recompute) for recompute in ("selective", "full")),
-    Case(vocab=64, tuning=NF4, family="extended", fields=ROUND_EXPERTS),
-]
-QUANTISED_TWO = [
-    Case(MeshShape(tp=2), microbatches=2, tuning=NF4, fields=ROUND),
-    Case(MeshShape(pp=2), microbatches=4, tuning=INT8, fields=ROUND),
-    *(Case(MeshShape(dp=2), shard=shard, microbatches=2, tuning=NF4, fields=ROUND) for shard in SHARDS),
-]
-TUNED_TWO = [
-    *(Case(MeshShape(tp=2), microbatches=2, tuning=tuning) for tuning in (ADAPTERS, ATTENTION, UPPER_HALF)),
-    *(Case(MeshShape(pp=2), microbatches=4, tuning=tuning) for tuning in (ADAPTERS, UPPER_HALF)),
-    *(Case(MeshShape(dp=2), shard=shard, microbatches=2, tuning=ADAPTERS) for shard in SHARDS),
-    Case(MeshShape(dp=2), shard="parameters", microbatches=2, tuning=NO_EMBEDDING),
-    # Split by parameters, sums that are still under way when the next forward begins make 12 % here.
-    *(Case(MeshShape(dp=2), shard=shard, microbatches=2, tuning=UPPER_HALF) for shard in SHARDS[1:3]),
-    Case(MeshShape(tp=2), microbatches=2, recompute="full", tuning=ATTENTION),
-    Case(MeshShape(pp=2), microbatches=4, schedule="interleaved", chunks=2, tuning=UPPER_HALF),
-]
-TUNED_FOUR = [
-    Case(MeshShape(pp=2, tp=2), microbatches=4, tuning=ADAPTERS),
-    Case(MeshShape(dp=2, tp=2), shard="parameters", tuning=ADAPTERS),
-]
 # Of every family of the registry; in the suite a few of these, and others with another rotation.
 WAYS = [
     Case(vocab=64),
@@ -457,40 +352,12 @@ WAYS = [
 OF_FAMILIES = [replace(case, family=name) for name in FAMILIES for case in WAYS]
 STRIDE = len(FAMILIES) // 4 * len(WAYS) + 1
 """So many cases on is another family's, in another way."""
-
-
 MIXTURE = Case(family="mixtral", vocab=64)
-MIXTURES = [replace(MIXTURE, recompute=recompute) for recompute in get_args(Recompute)]
-MIXTURES_OF_TWO = [
-    *(replace(MIXTURE, mesh=mesh) for mesh in (MeshShape(ep=2), MeshShape(tp=2))),
-    replace(MIXTURE, mesh=MeshShape(tp=2), etp=2),
-    *(replace(MIXTURE, mesh=MeshShape(ep=2), recompute=recompute) for recompute in ("selective", "full")),
-    *(replace(MIXTURE, mesh=MeshShape(ep=2), shard=shard, microbatches=2) for shard in SHARDS[1:]),
-    replace(MIXTURE, mesh=MeshShape(pp=2), microbatches=4),
-]
 # Two by two: in turns where rows travel, else one after the other.
 DEEP = (("num_hidden_layers", 8),)
 IN_PAIRS = replace(SPLIT, schedule="dualpipe-v", chunks=2, fields=DEEP)
-PAIRS_OF_TWO = [
-    *(replace(IN_PAIRS, recompute=recompute) for recompute in ("none", "full")),
-    replace(IN_PAIRS, precision="fp32"),
-    *(
-        replace(MIXTURE, mesh=MeshShape(ep=2), recompute=recompute, schedule="overlapped", microbatches=3)
-        for recompute in get_args(Recompute)
-    ),
-]
+BESIDE = replace(MIXTURE, mesh=MeshShape(ep=2), schedule="overlapped", microbatches=3)
 EXPERTS_IN_PAIRS = replace(MIXTURE, mesh=MeshShape(pp=2, ep=2), schedule="dualpipe-v", chunks=2, microbatches=5)
-PAIRS_OF_FOUR = [
-    replace(IN_PAIRS, mesh=MeshShape(pp=2, dp=2), shard="parameters"),
-    EXPERTS_IN_PAIRS,
-    replace(EXPERTS_IN_PAIRS, fields=DEEP, recompute="full"),
-    replace(EXPERTS_IN_PAIRS, schedule="overlapped", microbatches=4),
-]
-MIXTURES_OF_FOUR = [
-    *(replace(MIXTURE, mesh=MeshShape(ep=2, tp=2), shard=shard) for shard in ("none", "parameters")),
-    replace(MIXTURE, mesh=MeshShape(dp=2, ep=2), shard="gradients", microbatches=2),
-    replace(MIXTURE, mesh=MeshShape(ep=2, tp=2), etp=2, shard="optimizer"),
-]
 
 
 def with_parts(*names: str) -> Case:
@@ -511,174 +378,232 @@ PARTS: dict[str, Any] = {
     "head_bias": True,
     "attention_dropout": 0.1,
 }
-EXTENDED = [
-    *(replace(with_parts(*PARTS), precision=precision) for precision in ("bf16", "fp32")),
-    *(replace(with_parts("windows", "softcap", "sinks"), recompute=recompute) for recompute in get_args(Recompute)),
-    *(with_parts(name) for name in PARTS),
-    replace(with_parts("windows", "sinks"), length=1024, micro=1),
-    replace(with_parts("softcap"), length=1024, micro=1),
-    replace(with_parts("head_bias"), vocab=8000),
-]
-EXTENDED_OF_TWO = [
-    replace(with_parts("norms", "windows", "softcap", "sinks"), mesh=MeshShape(tp=2)),
-    Case(MeshShape(ep=2), family="extended", vocab=64, fields=tuple(SOME_EXPERTS.items())),
-    replace(with_parts("norms", "parallel", "head_bias"), mesh=MeshShape(tp=2), vocab=1000),
-    replace(with_parts("windows", "local_rope"), mesh=MeshShape(pp=2), microbatches=4),
-]
+ALL_PARTS = with_parts(*PARTS)
 # No peak at the head: what the blocks keep and need decides.
-ODD = [
-    Case(family="odd", vocab=64, precision=precision, recompute=recompute)
-    for precision in ("bf16", "fp32")
-    for recompute in get_args(Recompute)
-]
-ODD_OF_TWO = [
-    *(Case(MeshShape(tp=2), family="odd", vocab=64, recompute=recompute) for recompute in ("none", "full")),
-    Case(MeshShape(pp=2), family="odd", vocab=64, microbatches=4),
-    Case(MeshShape(dp=2), family="odd", vocab=64, microbatches=2, shard="optimizer"),
-]
-
-
+ODD = Case(family="odd", vocab=64)
 # Few tokens, so that the peak is in the update.
 MUON = Case(vocab=64, length=16, muon_steps=5)
-BY_MUON = [
-    MUON,
-    replace(MUON, mesh=MeshShape(dp=2), precision="fp32", shard="parameters"),
-    replace(MUON, mesh=MeshShape(tp=2)),
-    replace(MUON, mesh=MeshShape(ep=2), family="mixtral"),
-]
-BY_MUON_OF_FOUR = [
-    replace(MUON, mesh=MeshShape(dp=2, tp=2), shard="parameters"),
-    replace(MUON, mesh=MeshShape(pp=2, dp=2)),
-    replace(MUON, mesh=MeshShape(tp=4)),
-    replace(MUON, mesh=MeshShape(ep=2, tp=2), etp=2, family="mixtral"),
-]
 NARROW = (("intermediate_size", 64),)  # so that the peak is in the attention
 IN_TWO = Case(MeshShape(cp=2), vocab=64, length=2048, fields=NARROW)
-OF_CONTEXT = [
-    replace(IN_TWO, precision="fp32"),
-    replace(IN_TWO, exchange="heads", heads=2),
-    replace(IN_TWO, documents=(900, 2, 1146, 2048)),
-    replace(IN_TWO, family="qwen3_5_text", fields=()),
-    replace(IN_TWO, family="bamba", fields=()),
-    replace(IN_TWO, family="kimi_linear", fields=()),
-    replace(IN_TWO, family="jamba", fields=()),
-    replace(IN_TWO, family="minimax", fields=()),
-    Case(MeshShape(cp=2), vocab=64, length=1024, recompute="full", mlp_chunk=128),
-]
+IN_FOUR = replace(IN_TWO, mesh=MeshShape(cp=4))
 KEPT: tuple[tuple[str, Any], ...] = (
     *(("num_hidden_layers", 6), ("layer_types", ("sliding_attention", "full_attention") * 3)),
     *(("num_kv_shared_layers", 2), ("hidden_size_per_layer_input", 32), ("vocab_size_per_layer_input", 64)),
     *(("enable_moe_block", False), ("use_double_wide_mlp", True)),
 )
 KEYS = Case(family="gemma4_text", vocab=64, fields=KEPT, microbatches=4)
-OF_KEYS = [
-    replace(KEYS, recompute="full"),
-    replace(KEYS, mesh=MeshShape(tp=2), microbatches=1),
-    replace(KEYS, mesh=MeshShape(pp=2), layers=(2, 4)),
-]
-STREAMS = replace(
-    KEYS,
-    family="gemma3n_text",
-    fields=(*KEPT[:5], ("laurel_rank", 8), ("activation_sparsity_pattern", (0.9, 0.9, 0.0, 0.0, 0.0, 0.0))),
-)
-OF_STREAMS = [
-    replace(STREAMS, recompute="selective"),
-    replace(STREAMS, mesh=MeshShape(tp=2), microbatches=1),
-    replace(STREAMS, mesh=MeshShape(pp=2), layers=(2, 4), recompute="full"),
-]
+LAUREL = (*KEPT[:5], ("laurel_rank", 8), ("activation_sparsity_pattern", (0.9, 0.9, 0.0, 0.0, 0.0, 0.0)))
+STREAMS = replace(KEYS, family="gemma3n_text", fields=LAUREL)
 SHARING: tuple[tuple[str, Any], ...] = (
     *(("num_hidden_layers", 6), ("num_mem_blocks", 2), ("adapter_rank", 8)),
     ("layers_block_type", ("linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid", "hybrid")),
 )
-OF_BLOCKS = [replace(KEYS, family="zamba2", fields=SHARING, mesh=MeshShape(pp=2), layers=(2, 4))]
 INDEXED = Case(family="deepseek_v32", vocab=64, length=512, fields=(("index_topk", 16),))
-INDEXED_OF_TWO = [
-    replace(INDEXED, mesh=MeshShape(cp=2)),
-    replace(INDEXED, mesh=MeshShape(tp=2), recompute="full"),
-    replace(INDEXED, mesh=MeshShape(tp=2), family="glm_moe_dsa", fields=(*INDEXED.fields, ("index_topk_freq", 3))),
-]
-OF_CONTEXT_OF_FOUR = [
-    Case(MeshShape(cp=2, tp=2), vocab=64, length=1024),
-    replace(IN_TWO, mesh=MeshShape(cp=4), length=4096, micro=1, recompute="full"),
-    replace(IN_TWO, mesh=MeshShape(cp=4), length=4096, micro=1, recompute="full", exchange="gather"),
-    replace(IN_TWO, mesh=MeshShape(cp=4), heads=2, precision="fp32"),
-]
-
-
 IN_8_BITS = Case(vocab=64, compress_activations=True)
-COMPRESSED = [
-    IN_8_BITS,
-    replace(IN_8_BITS, precision="fp32", microbatches=2),
-    replace(IN_8_BITS, recompute="selective"),
-    replace(IN_8_BITS, mlp_chunk=64),
-    replace(IN_8_BITS, family="mixtral"),
-    replace(IN_8_BITS, tuning=ADAPTERS),
-]
-COMPRESSED_OF_TWO = [
-    replace(IN_8_BITS, mesh=MeshShape(tp=2)),
-    replace(IN_8_BITS, mesh=MeshShape(pp=2), microbatches=4, precision="fp32"),
-    replace(SPLIT, compress_activations=True),
-    replace(IN_8_BITS, mesh=MeshShape(dp=2), shard="parameters", microbatches=2),
-    replace(IN_8_BITS, mesh=MeshShape(ep=2), family="mixtral"),
-]
-
 
 STATE, PEAK, CLOSE, SENT = "state", "peak", "close", "sent"
-COMPARED: list[tuple[str, int, list[Case], set[str], int]] = [
-    ("states", 4, STATES, {STATE}, 12),
-    ("one", 1, OF_ONE, {PEAK}, 16),
-    ("two", 2, OF_TWO, {PEAK}, 16),
-    ("four", 4, OF_FOUR, {PEAK}, 16),
-    ("split-two", 2, SPLIT_OF_TWO, {PEAK, CLOSE}, 16),
-    ("split-four", 4, SPLIT_OF_FOUR, {PEAK}, 16),
-    ("pairs-two", 2, PAIRS_OF_TWO, {PEAK, CLOSE}, 12),
-    ("pairs-four", 4, PAIRS_OF_FOUR, {PEAK, CLOSE}, 12),
-    ("bare-ends", 2, BARE_ENDS, {STATE, PEAK}, 16),
-    ("tuned-one", 1, TUNED_ONE, {PEAK}, 16),
-    ("tuned-two", 2, TUNED_TWO, {PEAK}, 16),
-    ("tuned-four", 4, TUNED_FOUR, {PEAK}, 16),
-    ("quantised-one", 1, QUANTISED, {STATE, PEAK}, 16),
-    ("quantised-two", 2, QUANTISED_TWO, {STATE, PEAK}, 16),
-    ("experts-one", 1, MIXTURES, {PEAK}, 12),
-    ("experts-two", 2, MIXTURES_OF_TWO, {PEAK}, 12),
-    ("experts-four", 4, MIXTURES_OF_FOUR, {PEAK}, 12),
-    ("parts-one", 1, EXTENDED[:1], {PEAK}, 12),
-    ("parts-two", 2, EXTENDED_OF_TWO[:2], {PEAK}, 12),
-    ("other parts-one", 1, EXTENDED[1:], {PEAK}, 0),
-    ("other parts-two", 2, EXTENDED_OF_TWO[2:], {PEAK}, 0),
-    ("unheard of-one", 1, ODD, {PEAK}, 12),
-    ("unheard of-two", 2, ODD_OF_TWO, {PEAK}, 12),
-    ("further-one", 1, PREDICTING, {STATE, PEAK}, 16),
-    ("further-two", 2, PREDICTING_OF_TWO, {STATE, PEAK}, 16),
-    ("muon-one", 1, BY_MUON[:1], {STATE, PEAK}, 12),
-    ("muon-two", 2, BY_MUON[1:], {STATE, PEAK}, 12),
-    ("muon-four", 4, BY_MUON_OF_FOUR, {STATE, PEAK}, 12),
-    ("compressed-one", 1, COMPRESSED, {PEAK}, 16),
-    ("compressed-two", 2, COMPRESSED_OF_TWO, {PEAK}, 16),
-    ("context-two", 2, OF_CONTEXT[:4], {STATE, PEAK, SENT}, 12),
-    ("further context-two", 2, OF_CONTEXT[4:], {STATE, PEAK, SENT}, 12),
-    ("keys-one", 1, OF_KEYS[:1], {STATE, PEAK}, 12),
-    ("keys-two", 2, OF_KEYS[1:], {STATE, PEAK}, 12),
-    ("streams-one", 1, OF_STREAMS[:1], {STATE, PEAK}, 12),
-    ("streams-two", 2, OF_STREAMS[1:], {STATE, PEAK, SENT}, 12),
-    ("blocks-two", 2, OF_BLOCKS, {STATE, PEAK}, 12),
-    ("indexed-two", 2, INDEXED_OF_TWO, {STATE, PEAK, SENT}, 12),
-    ("context-four", 4, OF_CONTEXT_OF_FOUR, {STATE, PEAK, SENT}, 12),
-    *(
-        (f"{case.family}-{at % len(WAYS)}", case.mesh.world, [case], {STATE, PEAK}, 3 * ((at + ROTATION) % STRIDE == 0))
-        for at, case in enumerate(OF_FAMILIES)
-    ),
-]
-"""(name, ranks, cases, what is compared, every how many runs of the suite; 0: in the grid alone)."""
+COMPARED: dict[str, tuple[int, set[str], list[Case]]] = {
+    "states": (12, {STATE}, [
+        *(Case(mesh, tied=mesh.pp > 1, shard=shard, length=16) for mesh in MESHES for shard in SHARDS),
+        Case(MeshShape(dp=4), shard="gradients", replicas=2, length=16),
+        Case(MeshShape(dp=2, tp=2), shard="optimizer", length=16, ema=0.9),
+        Case(MeshShape(pp=2, tp=2), masters=False, length=16, microbatches=2),
+        Case(MeshShape(pp=2, tp=2), "fp32", length=16, schedule="interleaved", chunks=2, microbatches=2),
+        Case(MeshShape(dp=2, tp=2), "fp32", family="gpt2", length=16),
+        *(Case(MeshShape(dp=2, tp=2), shard=shard, length=16, tuning=ADAPTERS) for shard in SHARDS),
+        *(Case(MeshShape(pp=2, dp=2), shard=shard, length=16, tuning=UPPER_HALF) for shard in SHARDS),
+        Case(MeshShape(pp=2, dp=2), tied=True, shard="optimizer", length=16, tuning=NO_EMBEDDING),
+    ]),
+    "peaks": (16, {PEAK}, [
+        *(replace(case, precision=kind) for kind in ("bf16", "fp32") for case in BOTH),
+        Case(MeshShape(tp=2), microbatches=2),
+        Case(MeshShape(pp=2), microbatches=4),
+        Case(MeshShape(pp=2), "fp32", microbatches=4),
+        Case(MeshShape(pp=2), microbatches=4, schedule="gpipe"),
+        Case(MeshShape(pp=2), microbatches=4, schedule="interleaved", chunks=2),
+        Case(MeshShape(pp=2), vocab=64, microbatches=4, recompute=("full", "none")),
+        Case(MeshShape(pp=2), vocab=64, microbatches=4, recompute=("none", "full")),
+        Case(MeshShape(pp=2), microbatches=4, schedule="interleaved", chunks=2, recompute=("full", "selective")),
+        Case(MeshShape(dp=2), microbatches=2),
+        Case(MeshShape(dp=2), shard="optimizer", microbatches=2, bucket_bytes=SMALL),
+        Case(MeshShape(dp=2), shard="gradients", microbatches=2, bucket_bytes=SMALL),
+        Case(MeshShape(dp=2), shard="parameters", microbatches=2),
+        *(Case(MeshShape(dp=2), shard=x, microbatches=2, compress="bf16", bucket_bytes=SMALL) for x in SHARDS),
+        *(Case(MeshShape(dp=2), shard=x, microbatches=2, compress="int8", bucket_bytes=SMALL) for x in SHARDS[:2]),
+        *(replace(ENDS, shard=shard, tied=tied) for tied in (False, True) for shard in SHARDS[2:]),
+        replace(ENDS, shard="gradients", tied=True, compress="bf16"),
+        replace(ENDS, shard="optimizer", compress="bf16"),
+        replace(ENDS, shard="optimizer", compress="int8"),
+        Case(MeshShape(pp=2, tp=2), microbatches=4),
+        Case(MeshShape(tp=4), recompute="full"),
+        Case(MeshShape(dp=4), shard="parameters"),
+    ]),
+    "split": (16, {PEAK, CLOSE}, [
+        *(replace(SPLIT, recompute=recompute) for recompute in get_args(Recompute)),
+        replace(SPLIT, schedule="zb-interleaved", chunks=2, precision="fp32"),
+        replace(SPLIT, schedule="zb-v", chunks=2, microbatches=5),
+        replace(SPLIT, vocab=8000),
+        replace(SPLIT, family="mixtral"),
+    ]),
+    "split over more": (16, {PEAK}, [
+        replace(SPLIT, mesh=MeshShape(pp=2, tp=2)),
+        *(replace(SPLIT, mesh=MeshShape(pp=2, dp=2), shard=shard, bucket_bytes=SMALL) for shard in SHARDS[2:]),
+        replace(SPLIT, mesh=MeshShape(pp=4), recompute="full"),
+        replace(SPLIT, mesh=MeshShape(pp=4), recompute=("full", "selective", "none", "none")),
+        replace(SPLIT, mesh=MeshShape(pp=2, ep=2), family="mixtral"),
+    ]),
+    "pairs": (12, {PEAK, CLOSE}, [
+        *(replace(IN_PAIRS, recompute=recompute) for recompute in ("none", "full")),
+        replace(IN_PAIRS, precision="fp32"),
+        *(replace(BESIDE, recompute=recompute) for recompute in get_args(Recompute)),
+        replace(IN_PAIRS, mesh=MeshShape(pp=2, dp=2), shard="parameters"),
+        EXPERTS_IN_PAIRS,
+        replace(EXPERTS_IN_PAIRS, fields=DEEP, recompute="full"),
+        replace(EXPERTS_IN_PAIRS, schedule="overlapped", microbatches=4),
+    ]),
+    "bare ends": (16, {STATE, PEAK}, [
+        BARE,
+        replace(BARE, schedule="zb-interleaved", vocab=64),
+        replace(BARE, schedule="zb-interleaved", vocab=8000, tied=True, recompute="full"),
+        replace(BARE, schedule="1f1b", chunks=1, layers=(0, 4), vocab=8000),
+        replace(BARE, schedule="zb-h1", chunks=1, layers=(4, 0), precision="fp32"),
+    ]),
+    "tuned": (16, {PEAK}, [
+        *(Case(precision=kind, tuning=tuning) for kind in ("bf16", "fp32") for tuning in TUNINGS),
+        *(Case(recompute=recompute, tuning=tuning) for recompute in ("selective", "full") for tuning in TUNINGS),
+        *(Case(vocab=64, tuning=tuning) for tuning in (*TUNINGS, HEAD)),  # no peak at the head
+        *(Case(vocab=8000, loss_chunk=64, tuning=tuning) for tuning in (ADAPTERS, UPPER_HALF)),
+        *(Case(family="gpt2", tuning=tuning) for tuning in (ADAPTERS, UPPER_HALF)),
+        *(Case(MeshShape(tp=2), microbatches=2, tuning=tuning) for tuning in (ADAPTERS, ATTENTION, UPPER_HALF)),
+        *(Case(MeshShape(pp=2), microbatches=4, tuning=tuning) for tuning in (ADAPTERS, UPPER_HALF)),
+        *(Case(MeshShape(dp=2), shard=shard, microbatches=2, tuning=ADAPTERS) for shard in SHARDS),
+        Case(MeshShape(dp=2), shard="parameters", microbatches=2, tuning=NO_EMBEDDING),
+        # Split by parameters, sums that are still under way when the next forward begins make 12 % here.
+        *(Case(MeshShape(dp=2), shard=shard, microbatches=2, tuning=UPPER_HALF) for shard in SHARDS[1:3]),
+        Case(MeshShape(tp=2), microbatches=2, recompute="full", tuning=ATTENTION),
+        Case(MeshShape(pp=2), microbatches=4, schedule="interleaved", chunks=2, tuning=UPPER_HALF),
+        Case(MeshShape(pp=2, tp=2), microbatches=4, tuning=ADAPTERS),
+        Case(MeshShape(dp=2, tp=2), shard="parameters", tuning=ADAPTERS),
+    ]),
+    "quantised": (16, {STATE, PEAK}, [
+        *(Case(vocab=64, tuning=tuning, fields=ROUND) for tuning in (NF4, INT8)),
+        *(Case(vocab=64, tuning=NF4, fields=ROUND, recompute=recompute) for recompute in ("selective", "full")),
+        Case(vocab=64, tuning=NF4, family="extended", fields=ROUND_EXPERTS),
+        Case(MeshShape(tp=2), microbatches=2, tuning=NF4, fields=ROUND),
+        Case(MeshShape(pp=2), microbatches=4, tuning=INT8, fields=ROUND),
+        *(Case(MeshShape(dp=2), shard=shard, microbatches=2, tuning=NF4, fields=ROUND) for shard in SHARDS),
+    ]),
+    "experts": (12, {PEAK}, [
+        *(replace(MIXTURE, recompute=recompute) for recompute in get_args(Recompute)),
+        *(replace(MIXTURE, mesh=mesh) for mesh in (MeshShape(ep=2), MeshShape(tp=2))),
+        replace(MIXTURE, mesh=MeshShape(tp=2), etp=2),
+        *(replace(MIXTURE, mesh=MeshShape(ep=2), recompute=recompute) for recompute in ("selective", "full")),
+        *(replace(MIXTURE, mesh=MeshShape(ep=2), shard=shard, microbatches=2) for shard in SHARDS[1:]),
+        replace(MIXTURE, mesh=MeshShape(pp=2), microbatches=4),
+        *(replace(MIXTURE, mesh=MeshShape(ep=2, tp=2), shard=shard) for shard in ("none", "parameters")),
+        replace(MIXTURE, mesh=MeshShape(dp=2, ep=2), shard="gradients", microbatches=2),
+        replace(MIXTURE, mesh=MeshShape(ep=2, tp=2), etp=2, shard="optimizer"),
+    ]),
+    "parts": (12, {PEAK}, [
+        ALL_PARTS,
+        replace(with_parts("norms", "windows", "softcap", "sinks"), mesh=MeshShape(tp=2)),
+        Case(MeshShape(ep=2), family="extended", vocab=64, fields=tuple(SOME_EXPERTS.items())),
+    ]),
+    "other parts": (0, {PEAK}, [
+        replace(ALL_PARTS, precision="fp32"),
+        *(replace(with_parts("windows", "softcap", "sinks"), recompute=recompute) for recompute in get_args(Recompute)),
+        *(with_parts(name) for name in PARTS),
+        replace(with_parts("windows", "sinks"), length=1024, micro=1),
+        replace(with_parts("softcap"), length=1024, micro=1),
+        replace(with_parts("head_bias"), vocab=8000),
+        replace(with_parts("norms", "parallel", "head_bias"), mesh=MeshShape(tp=2), vocab=1000),
+        replace(with_parts("windows", "local_rope"), mesh=MeshShape(pp=2), microbatches=4),
+    ]),
+    "unheard of": (12, {PEAK}, [
+        *(replace(ODD, precision=x, recompute=each) for x in ("bf16", "fp32") for each in get_args(Recompute)),
+        *(replace(ODD, mesh=MeshShape(tp=2), recompute=recompute) for recompute in ("none", "full")),
+        replace(ODD, mesh=MeshShape(pp=2), microbatches=4),
+        replace(ODD, mesh=MeshShape(dp=2), microbatches=2, shard="optimizer"),
+    ]),
+    "further": (16, {STATE, PEAK}, [
+        PREDICTING,
+        replace(PREDICTING, fields=((FIELD, 2),), recompute="full"),
+        replace(PREDICTING, mesh=MeshShape(pp=2), microbatches=4),
+        replace(PREDICTING, mesh=MeshShape(dp=2), shard="parameters"),
+    ]),
+    "muon": (12, {STATE, PEAK}, [
+        MUON,
+        replace(MUON, mesh=MeshShape(dp=2), precision="fp32", shard="parameters"),
+        replace(MUON, mesh=MeshShape(tp=2)),
+        replace(MUON, mesh=MeshShape(ep=2), family="mixtral"),
+        replace(MUON, mesh=MeshShape(dp=2, tp=2), shard="parameters"),
+        replace(MUON, mesh=MeshShape(pp=2, dp=2)),
+        replace(MUON, mesh=MeshShape(tp=4)),
+        replace(MUON, mesh=MeshShape(ep=2, tp=2), etp=2, family="mixtral"),
+    ]),
+    "compressed": (16, {PEAK}, [
+        IN_8_BITS,
+        replace(IN_8_BITS, precision="fp32", microbatches=2),
+        replace(IN_8_BITS, recompute="selective"),
+        replace(IN_8_BITS, mlp_chunk=64),
+        replace(IN_8_BITS, family="mixtral"),
+        replace(IN_8_BITS, tuning=ADAPTERS),
+        replace(IN_8_BITS, mesh=MeshShape(tp=2)),
+        replace(IN_8_BITS, mesh=MeshShape(pp=2), microbatches=4, precision="fp32"),
+        replace(SPLIT, compress_activations=True),
+        replace(IN_8_BITS, mesh=MeshShape(dp=2), shard="parameters", microbatches=2),
+        replace(IN_8_BITS, mesh=MeshShape(ep=2), family="mixtral"),
+    ]),
+    "context": (12, {STATE, PEAK, SENT}, [
+        replace(IN_TWO, precision="fp32"),
+        replace(IN_TWO, exchange="heads", heads=2),
+        replace(IN_TWO, documents=(900, 2, 1146, 2048)),
+        replace(IN_TWO, family="qwen3_5_text", fields=()),
+        Case(MeshShape(cp=2, tp=2), vocab=64, length=1024),
+        replace(IN_FOUR, length=4096, micro=1, recompute="full"),
+        replace(IN_FOUR, length=4096, micro=1, recompute="full", exchange="gather"),
+        replace(IN_FOUR, heads=2, precision="fp32"),
+    ]),
+    "further context": (12, {STATE, PEAK, SENT}, [
+        *(replace(IN_TWO, family=name, fields=()) for name in ("bamba", "kimi_linear", "jamba", "minimax")),
+        Case(MeshShape(cp=2), vocab=64, length=1024, recompute="full", mlp_chunk=128),
+    ]),
+    "keys": (12, {STATE, PEAK}, [
+        replace(KEYS, recompute="full"),
+        replace(KEYS, mesh=MeshShape(tp=2), microbatches=1),
+        replace(KEYS, mesh=MeshShape(pp=2), layers=(2, 4)),
+    ]),
+    "streams": (12, {STATE, PEAK, SENT}, [
+        replace(STREAMS, recompute="selective"),
+        replace(STREAMS, mesh=MeshShape(tp=2), microbatches=1),
+        replace(STREAMS, mesh=MeshShape(pp=2), layers=(2, 4), recompute="full"),
+    ]),
+    "blocks": (12, {STATE, PEAK}, [
+        replace(KEYS, family="zamba2", fields=SHARING, mesh=MeshShape(pp=2), layers=(2, 4)),
+    ]),
+    "indexed": (12, {STATE, PEAK, SENT}, [
+        replace(INDEXED, mesh=MeshShape(cp=2)),
+        replace(INDEXED, mesh=MeshShape(tp=2), recompute="full"),
+        replace(INDEXED, mesh=MeshShape(tp=2), family="glm_moe_dsa", fields=(*INDEXED.fields, ("index_topk_freq", 3))),
+    ]),
+}  # fmt: skip
+"""{name: (every how many runs of the suite, 0: in the grid alone; what is compared; cases)}."""
+RANKS = {1: "one", 2: "two", 4: "four"}
 
 
-@pytest.mark.parametrize(
-    ("world", "cases", "compared"),
-    [
-        pytest.param(*row, id=name, marks=pytest.mark.in_turn(turns) if turns else pytest.mark.grid)
-        for name, *row, turns in COMPARED
-    ],
-)
+def compared() -> Iterator[object]:
+    """The cases of a name by their ranks, and each of a family by itself."""
+    rows = [(f"{name}-{RANKS[world]}", world, *row) for name, row in COMPARED.items() for world in RANKS]
+    for at, case in enumerate(OF_FAMILIES):
+        turns = 3 * ((at + ROTATION) % STRIDE == 0)
+        rows.append((f"{case.family}-{at % len(WAYS)}", case.mesh.world, turns, {STATE, PEAK}, [case]))
+    for name, world, turns, what, cases in rows:
+        if own := [case for case in cases if case.mesh.world == world]:
+            marks = pytest.mark.in_turn(turns) if turns else pytest.mark.grid
+            yield pytest.param(world, own, what, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("world", "cases", "compared"), [*compared()])
 def test_ranks_hold_and_send_what_the_plan_says(pool: Pool, world: int, cases: list[Case], compared: set[str]) -> None:
     """The state to 2 %, the peak to 10 %, of the fullest rank of cp, and to the byte what goes to others of cp. Close
     is a peak to 5 % of a stage's fullest rank, for experts of some get more rows than the mean."""
@@ -701,6 +626,7 @@ def test_ranks_hold_and_send_what_the_plan_says(pool: Pool, world: int, cases: l
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize(("precision", "share"), [("bf16", 0.66), ("fp32", 0.46)])
 def test_what_is_kept_in_8_bits_is_what_is_planned(
@@ -725,7 +651,7 @@ def test_what_is_kept_in_8_bits_is_what_is_planned(
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_forward_has_what_it_waits_with_beside_a_backward(recompute: Recompute) -> None:
     """And ends first where blocks are computed again, which has it have twice the turns; without rows it is no pair."""
-    act = ActivationMemory.of(replace(PAIRS_OF_TWO[-1], recompute=recompute).setting)
+    act = ActivationMemory.of(replace(BESIDE, recompute=recompute).setting)
     block, forward = act.chunks[0][0], _ForwardBeside.of(act, 0, act.kept[0])
     assert forward.grown(0) == block.paused > block.kept
     assert forward.grown(0.5) == (act.kept[0] if recompute == "full" else act.kept[0] // 2 + block.paused)
@@ -775,9 +701,10 @@ def sent_by_update(cases: list[Case]) -> list[int]:
 
 
 @pytest.mark.in_turn(4)
-@pytest.mark.parametrize(("world", "cases"), [(2, BY_MUON[1:]), (4, BY_MUON_OF_FOUR)], ids=["two", "four"])
-def test_whole_matrices_travel_as_planned(pool: Pool, world: int, cases: list[Case]) -> None:
+@pytest.mark.parametrize("world", [2, 4])
+def test_whole_matrices_travel_as_planned(pool: Pool, world: int) -> None:
     """Of all ranks together; where replicas split states, at most so far, for a rank may work on what it owns."""
+    cases = [case for case in COMPARED["muon"][-1] if case.mesh.world == world]
     for case, *found in zip(cases, *pool.run(world, sent_by_update, cases), strict=True):
         sent = [x.sent for stage in range(case.mesh.pp) for x in traffic(case.setting, stage) if "matrices" in x.what]
         planned = sum(sent) * world / case.mesh.pp
@@ -823,11 +750,12 @@ def test_nccl_has_a_communicator_for_each_group_of_a_rank(case: Case) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("dtype", "bits"), [("nf4", 4.5), ("int8", 8.5)])
-def test_what_is_quantised_is_held_and_kept_in_bytes(dtype: BaseDtype, bits: float) -> None:
+def test_what_is_quantised_is_held_and_kept_in_bytes() -> None:
     """No matrix is kept for the backward: what one microbatch leaves is that of adapters beside bf16."""
-    tuning = Tuning(Lora(16, 32.0, ("*",), base_dtype=dtype))
-    (plain,), (held,) = (memory(Case(tuning=each, fields=ROUND).setting) for each in (ADAPTERS, tuning))
-    assert held.per_microbatch == plain.per_microbatch
+    dtypes: tuple[BaseDtype, ...] = "nf4", "int8"
+    tunings = [ADAPTERS, *(Tuning(Lora(16, 32.0, ("*",), base_dtype=dtype)) for dtype in dtypes)]
+    plain, *held = (memory(Case(tuning=each, fields=ROUND).setting)[0] for each in tunings)
     linears = 4 * (128 * (128 + 2 * 64) + 128 * 128 + 3 * 128 * 384)
-    assert plain.terms["parameters"] - held.terms["parameters"] == linears * (16 - bits) / 8
+    for each, bits in zip(held, (4.5, 8.5), strict=True):
+        assert each.per_microbatch == plain.per_microbatch
+        assert plain.terms["parameters"] - each.terms["parameters"] == linears * (16 - bits) / 8

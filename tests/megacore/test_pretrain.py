@@ -154,23 +154,25 @@ def test_a_gpu_is_asked_too(recipe: str) -> None:
 
 
 def test_the_memory_of_a_container_is_its_limit(tmp_path: Path) -> None:
+    """And what is to be had of it is what its processes have not taken, but for an eighth."""
     (tmp_path / "proc" / "self").mkdir(parents=True)
-    (tmp_path / "proc" / "meminfo").write_text("MemTotal:  1000 kB\nMemFree: 3 kB\nSwapTotal:  24 kB\n")
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 8000 kB\nMemAvailable: 6000 kB\nSwapTotal: 1000 kB\n")
     (tmp_path / "proc" / "self" / "cgroup").write_text("0::/job/step\n4:memory:/old\n")
     groups = tmp_path / "sys" / "fs" / "cgroup"
 
-    def found() -> int | None:
-        return resources.host_memory(tmp_path)
+    def found() -> tuple[int | None, int | None]:
+        return resources.host_memory(tmp_path), resources.free_memory(tmp_path)
 
-    assert found() == 1024 * 1024
+    assert found() == (9000 * 1024, 5000 * 1024)
     (groups / "job" / "step").mkdir(parents=True)
     (groups / "job" / "step" / "memory.max").write_text("max\n")
-    assert found() == 1024 * 1024
-    (groups / "job" / "memory.max").write_text("4096\n")
-    assert found() == 4096 + 24 * 1024
+    assert found() == (9000 * 1024, 5000 * 1024)
+    for name, text in {"max": "4096000", "current": "3000000", "stat": "anon 1\ninactive_file 1000000"}.items():
+        (groups / "job" / f"memory.{name}").write_text(f"{text}\n")
+    assert found() == (4096000 + 1000 * 1024, 4096000 - 2000000 - 4096000 // 8)
     (groups / "memory" / "old").mkdir(parents=True)
     (groups / "memory" / "old" / "memory.limit_in_bytes").write_text("2048\n")
-    assert found() == 2048 + 24 * 1024
+    assert found()[0] == 2048 + 1000 * 1024
     assert resources.host_memory(tmp_path / "nowhere") is None
 
 
@@ -259,19 +261,13 @@ def different_kernels() -> str:
     return "no error"
 
 
-def different_data(recipe: str, corpora: list[str]) -> str:
-    with pytest.raises(ConfigError) as error:
-        trainer(recipe, [f"data.train={corpora[torch.distributed.get_rank()]}"])
-    return str(error.value)
-
-
 def test_ranks_with_different_data_do_not_start(pool: Pool, recipe: str, tmp_path: Path) -> None:
     """Of the same size, as of a file that only some nodes have made anew."""
     corpora = [write_corpus(tmp_path / name) for name in ("one", "other")]
     data = np.memmap(f"{corpora[1]}.bin", np.uint16, "r+")
     data[data.size // 2] ^= 1
     data.flush()
-    for said in pool.run(2, different_data, recipe, corpora):
+    for said in pool.run(2, engine.apart, recipe, [[f"data.train={each}"] for each in corpora]):
         assert " hold other tokens on ranks 1 than on rank 0: give" in said and "all nodes the same files" in said
 
 
@@ -283,12 +279,14 @@ def test_ranks_with_different_kernels_do_not_start(pool: Pool) -> None:
 
 def test_the_recipe_s_loss_and_optimizer_arrive(recipe: str) -> None:
     overrides = ["loss.label_smoothing=0.1", "loss.z_loss=0.01", "optimizer.betas=[0.8,0.9]", "optimizer.eps=1e-5"]
-    overrides += ["optimizer.clip=null", "pipeline.schedule=gpipe", "pipeline.chunks=2", "log.peak_tflops=3.5"]
+    overrides += ["optimizer.clip=null", "log.peak_tflops=3.5"]
+    overrides += ["pipeline.schedule=interleaved", "pipeline.chunks=2", "pipeline.group=3"]
     mesh = Mesh.single()
     made = build.trainer_of(check(recipe, overrides, 1, 1), mesh, Control.create(mesh))
     head = made.model.chunks[-1].head
     assert head is not None and (head.losses.label_smoothing, head.losses.z_loss) == (0.1, 0.01)
-    assert made.train_step.pipeline.schedule == "gpipe" and len(made.model.chunks) == 2
+    pipeline = made.train_step.pipeline
+    assert (pipeline.schedule, pipeline.group, len(made.model.chunks)) == ("interleaved", 3, 2)
     adamw, clip = device_store(made.train_step.optimizer).adamw, made.train_step.optimizer.clip
     assert {(group["betas"], group["eps"]) for group in adamw.param_groups} == {((0.8, 0.9), 1e-5)}
     assert clip is None and of(made, Metrics).peak_tflops == 3.5
@@ -345,9 +343,10 @@ def test_a_signal_ends_a_run_after_its_step(
 
     monkeypatch.setattr(main, "trainer_of", signalled)
     out = tmp_path / "run"
-    assert main.main([recipe, f"out={out}", "train.steps=9", "evaluate.every=4"]) == 0
+    assert main.main([recipe, f"out={out}", "train.steps=9", "evaluate.every=4", "log.every=100"]) == 0
     assert "Done after step 3 of 9." in capsys.readouterr().out
-    assert "loss" in metrics.read(out / "metrics.jsonl")[-1], "it does not wait for an evaluation"
+    (last,) = metrics.read(out / "metrics.jsonl")
+    assert last["step"] == 3 and "loss" in last, "its turn had not come, and it does not wait for an evaluation"
     assert (out / "loss.png").is_file()
 
 

@@ -10,7 +10,7 @@ import engine
 import pytest
 import torch
 import torch.distributed as dist
-from engine import of, path_of, trainer
+from engine import counting_reads, of, path_of, trainer
 from pool import Pool
 
 from megacore import checkpoints
@@ -51,20 +51,12 @@ def bytes_held(checkpoint: Checkpoint) -> int:
 
 def resumed(recipe: str, overrides: list[str]) -> int:
     """Goes on, saves at once -> bytes that this rank has read."""
-    plain, count = loader.assemble, 0
-
-    def counting(*arguments: Any) -> Any:
-        nonlocal count
-        _, copies, read, *_ = arguments
-        count += sum(copy.source_view.numel * read(copy.source)[1].itemsize for copy in copies)
-        return plain(*arguments)
-
-    with mock.patch.object(loader, "assemble", counting), mock.patch.object(shares, "SLICE", 100):
+    with counting_reads() as read, mock.patch.object(shares, "SLICE", 100):
         made = trainer(recipe, [*overrides, "train.steps=9", *PRECISION])
     saver = of(made, Checkpoints)._saver
     saver.save(6, {"step": 6})
     saver.finish()
-    return count
+    return sum(read)
 
 
 @pytest.mark.in_turn(6)

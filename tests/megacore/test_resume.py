@@ -26,7 +26,7 @@ from megacore.parallel.gradients.buckets import WholeSpan
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.weights.layout import MeshShape
 from megacore.parallel.weights.transfer import execute, native, plan
-from megacore.recipe import ConfigError, load
+from megacore.recipe import load
 from megacore.store.conversions.formats import open_folder
 from megacore.store.io.strict_json import StoreError
 from megacore.store.weight_folders.checkpoint import Checkpoint
@@ -323,24 +323,23 @@ def shards(recipe: str, overrides: list[str]) -> dict[str, np.ndarray]:
     return weights(trainer(recipe, overrides))
 
 
-def test_weights_start_on_any_layout(pool: Pool, recipe: str, six: Path, folder: Path) -> None:
-    for source in (folder, path_of(six, 6)):
-        made = trainer(recipe, [f"checkpoint.init={source}"])
-        assert made.start == Progress() and made.train_step.optimizer.updates == 0
-        assert not any(
-            device_store(made.train_step.optimizer).adamw.state[t.tensor]["exp_avg"].any()
-            for t in device_store(made.train_step.optimizer).targets
-        )
-        one, layout = weights(made), made.model.parameters.layout
-        mesh = MeshShape(tp=2, pp=2)
-        ranks = pool.run(4, shards, recipe, [f"checkpoint.init={source}", "mesh.tp=2", "mesh.pp=2"])
-        target = native(layout_of(made.model.config, mesh), range(4))
-        for stored, copies in plan(layout.schema, native(layout, [0]), target):
-            want = np.zeros(stored.shape)
-            for copy in copies:
-                execute(copy, one[copy.source.name], want)
-            assert isinstance(stored.where, int)
-            assert np.array_equal(ranks[stored.where][stored.name], want), stored.name
+@pytest.mark.in_turn(2)
+@pytest.mark.parametrize("kind", ["folder", "checkpoint"])
+def test_weights_start_on_any_layout(pool: Pool, recipe: str, six: Path, folder: Path, kind: str) -> None:
+    source = folder if kind == "folder" else path_of(six, 6)
+    made = trainer(recipe, [f"checkpoint.init={source}"])
+    store = device_store(made.train_step.optimizer)
+    assert made.start == Progress() and made.train_step.optimizer.updates == 0
+    assert not any(store.adamw.state[target.tensor]["exp_avg"].any() for target in store.targets)
+    one, layout = weights(made), made.model.parameters.layout
+    ranks = pool.run(4, shards, recipe, [f"checkpoint.init={source}", "mesh.tp=2", "mesh.pp=2"])
+    target = native(layout_of(made.model.config, MeshShape(tp=2, pp=2)), range(4))
+    for stored, copies in plan(layout.schema, native(layout, [0]), target):
+        want = np.zeros(stored.shape)
+        for copy in copies:
+            execute(copy, one[copy.source.name], want)
+        assert isinstance(stored.where, int)
+        assert np.array_equal(ranks[stored.where][stored.name], want), stored.name
 
 
 def test_the_config_of_the_source_comes_along(recipe: str, folder: Path, six: Path) -> None:
@@ -549,23 +548,20 @@ def test_a_runs_folder_stands_for_its_newest_checkpoint(recipe: str, six: Path, 
     assert "is the folder of a run, and there is no checkpoint in" in problem
 
 
-def of_different_checkpoints(recipe: str, out: str, paths: list[Path]) -> tuple[str, str]:
+def loaded_apart(paths: list[Path]) -> str:
     """What is said where a run saves while ranks look for its newest checkpoint."""
-    mine = paths[torch.distributed.get_rank()]
-    with pytest.raises(ConfigError) as starting:
-        trainer(recipe, [out, f"checkpoint.init={mine}"])
     with pytest.raises(StoreError) as loading:
-        model_from(open_folder(mine), Mesh.create(MeshShape(dp=2)))
-    return str(starting.value), str(loading.value)
+        model_from(open_folder(paths[torch.distributed.get_rank()]), Mesh.create(MeshShape(dp=2)))
+    return str(loading.value)
 
 
 def test_ranks_that_find_different_checkpoints_of_one_run_do_not_mix_them(
     pool: Pool, recipe: str, six: Path, tmp_path: Path
 ) -> None:
     paths = [path_of(six, 3), path_of(six, 6)]
-    for messages in pool.run(2, of_different_checkpoints, recipe, f"out={tmp_path / 'run'}", paths):
-        for message in messages:
-            assert f"different checkpoints of one run ({paths[0]}, {paths[1]})" in message
+    starts = [[f"out={tmp_path / 'run'}", f"checkpoint.init={path}"] for path in paths]
+    for message in (*pool.run(2, engine.apart, recipe, starts), *pool.run(2, loaded_apart, paths)):
+        assert f"different checkpoints of one run ({paths[0]}, {paths[1]})" in message
 
 
 def test_a_folder_that_holds_a_run_is_gone_on_with_or_left_alone(recipe: str, six: Path, tmp_path: Path) -> None:
@@ -629,17 +625,7 @@ def test_progress_is_read_as_it_was_written() -> None:
             Progress.read(wrong, "here")
 
 
-# -- the program
-
-
-def disagree(recipe: str, overrides: list[str], rank: int) -> str:
-    mine = overrides if torch.distributed.get_rank() == rank else overrides[:-1]
-    with pytest.raises(ConfigError) as error:
-        trainer(recipe, mine)
-    return str(error.value)
-
-
 def test_ranks_that_find_different_checkpoints_say_so(pool: Pool, recipe: str, six: Path, tmp_path: Path) -> None:
-    overrides = [f"out={tmp_path / 'run'}", f"checkpoint.resume={path_of(six, 3)}"]
-    for message in pool.run(2, disagree, recipe, overrides, 1):
+    out = f"out={tmp_path / 'run'}"
+    for message in pool.run(2, engine.apart, recipe, [[out], [out, f"checkpoint.resume={path_of(six, 3)}"]]):
         assert "steps 0 to 3" in message and "all nodes share" in message

@@ -1,17 +1,15 @@
 """Reward models by adapters: the head of scores is trained in full beside them, and goes where they go."""
 
 import json
-from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from engine import Result, assert_same_files, checked, path_of, problems, same, train, trainer
+from engine import assert_same_files, checked, path_of, same, train, trainer
 from pool import Pool
 from safetensors.torch import load_file
-from test_preferences import LAYOUTS, chats, folder, ranks, records_of, rows_of, token_ids
+from test_preferences import LAYOUTS, chats, folder, name_of, on_layout, records_of, rows_of, token_ids
 from test_rewards import OURS, scored, scores_of
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -50,26 +48,14 @@ def adapters_in(run: Path, step: int, to: Path) -> dict[str, Tensor]:
 # -- on layouts
 
 
-@cache
-def one_process(pool: Pool, folder: Path) -> tuple[Result, Mapping[str, Mapping[str, np.ndarray]]]:
-    given = [*LORA, "checkpoint.at_end=true", "batch.global_size=3"]
-    (found,) = pool.run(1, ranks, folder, "adapted-one", given)
-    assert isinstance(found, Result)
-    return found, {state: held(folder / "adapted-one", 2, state) for state in STATES}
-
-
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_compute_what_one_process_computes(pool: Pool, folder: Path, layout: str) -> None:
     """Losses, norms of gradients, and after two updates every adapter and the head, and the mean of its gradients."""
-    world, overrides = LAYOUTS[layout]
-    want, states = one_process(pool, folder)
-    out, given = f"adapted-{layout}", [*overrides, *LORA, "checkpoint.at_end=true", "batch.global_size=3"]
-    found = pool.run(world, ranks, folder, out, given)
-    for mine, wanted in zip(records_of(found[0]), records_of(want), strict=True):
-        assert mine == pytest.approx(wanted, rel=1e-9, abs=1e-12)
-    for state, tensors in states.items():
-        made = held(folder / out, 2, state)
+    out, given = f"adapted-{layout}", (*LORA, "checkpoint.at_end=true")
+    on_layout(pool, folder, out, layout, *given)
+    for state in STATES:
+        made, tensors = held(folder / out, 2, state), held(folder / name_of(given), 2, state)
         assert made.keys() == tensors.keys() and HEAD in made
         for name, tensor in made.items():
             assert tensor.any(), (state, name)
@@ -166,8 +152,3 @@ def test_the_head_counts_as_trained(scored: Path, tmp_path: Path) -> None:
         counts.append(setup.config.tuning.trained(setup.model.schema))
         assert f"({counts[-1]:,} trained)" in parameters_in_words(setup.model, setup.config.tuning)
     assert counts[0] - counts[1] == setup.model.sizes["embed"]
-
-
-def test_the_head_has_no_adapters(scored: Path, tmp_path: Path) -> None:
-    (problem,) = problems(str(scored / "recipe.yaml"), *LORA, "lora.targets=[score]", f"out={tmp_path}")
-    assert "lora.targets: 'score' matches nothing: choose from attn" in problem

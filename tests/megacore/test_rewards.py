@@ -5,15 +5,26 @@ import json
 import re
 import shutil
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from engine import Result, assert_near, checked, path_of, problems, train
+from engine import checked, path_of, problems, train
 from pool import Pool
 from safetensors.torch import load_file, save_file
-from test_preferences import COUNT, LAYOUTS, STEPS, chats, folder, ranks, records_of, rows_of, run, texts, token_ids
+from test_preferences import (
+    COUNT,
+    LAYOUTS,
+    by_torch,
+    chats,
+    folder,
+    on_layout,
+    records_of,
+    rows_of,
+    run,
+    texts,
+    token_ids,
+)
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import (
@@ -65,20 +76,13 @@ def scores_of(model: LlamaForSequenceClassification, pairs: Sequence[tuple[list[
 def test_a_run_computes_what_transformers_computes(scored: Path) -> None:
     """Losses, rewards, gradients and updates, by the formula of TRL's RewardTrainer."""
     model = LlamaForSequenceClassification.from_pretrained(scored / "scored", dtype=torch.float64)
-    pairs, want = token_ids(scored / "scored", chats()), []
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, (0.9, 0.95), 1e-8, 0.0)
-    for step in range(STEPS + 1):
+    pairs = token_ids(scored / "scored", chats())
+
+    def step_of() -> tuple[Tensor, Tensor]:
         rewards = scores_of(model, pairs)
-        loss = -logsigmoid(rewards[:, 0] - rewards[:, 1]).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
-        optimizer.step()
-        chosen, rejected = rewards.detach().mean(0).tolist()
-        record = {"loss": loss.item(), "reward_chosen": chosen, "reward_rejected": rejected}
-        record |= {"reward_accuracy": (rewards[:, 0] > rewards[:, 1]).double().mean().item()}
-        record |= {"reward_margin": chosen - rejected} | ({"grad_norm": norm.item()} if step < STEPS else {})
-        want.append(record)
+        return -logsigmoid(rewards[:, 0] - rewards[:, 1]), rewards
+
+    want = by_torch(model, step_of)
     rows = rows_of(scored, *started(scored))
     assert 1 < rows < COUNT
     got = records_of(run(scored, "scores", *started(scored), f"batch.global_size={rows}"))
@@ -127,23 +131,10 @@ def test_texts_that_end_with_what_is_padding_there_are_told(scored: Path, tmp_pa
 # -- on layouts
 
 
-@cache
-def one_process(pool: Pool, folder: Path) -> Result:
-    (found,) = pool.run(1, ranks, folder, "scores-one", [*started(folder), "batch.global_size=3"])
-    assert isinstance(found, Result)
-    return found
-
-
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_compute_what_one_process_computes(pool: Pool, scored: Path, layout: str) -> None:
-    world, overrides = LAYOUTS[layout]
-    want = one_process(pool, scored)
-    found = pool.run(world, ranks, scored, f"scores-{layout}", [*overrides, *started(scored), "batch.global_size=3"])
-    for mine, wanted in zip(records_of(found[0]), records_of(want), strict=True):
-        assert mine == pytest.approx(wanted, rel=1e-9, abs=1e-12)
-    if world == 1 or "zero.shard=optimizer" in overrides:
-        assert_near(found[0].weights, want.weights, 1e-9)
+    on_layout(pool, scored, f"scores-{layout}", layout, *started(scored))
 
 
 # -- from a language model, and to a folder
@@ -207,8 +198,6 @@ PROBLEMS = {
         "train.only=[layers.0] checkpoint.init={language}",
         "score.weight is drawn, and train.only or train.freeze would leave it so: name score in train.only",
     ),
-    "beta": ("preference.beta=0.1", "preference.beta .0.1. is no part of preference.loss=bradley_terry: leave it out"),
-    "smoothed": ("preference.label_smoothing=0.1", "is for preference.loss=dpo or simpo, not bradley_terry"),
     "family": (
         "checkpoint.init=null model.preset=granite-tiny",
         "model: transformers has no ForSequenceClassification of this family: a head of scores would load nowhere",

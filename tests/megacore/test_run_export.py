@@ -52,34 +52,25 @@ def test_the_export_is_what_the_converter_makes(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.in_turn(2, 1)
 def test_it_ends_texts_by_the_token_that_ended_them_in_the_corpus(tmp_path: Path) -> None:
-    """Also where the run went on in between, and of a model that came with one of its own by that."""
+    """Also where the run went on in between, and of a model that came with one of its own by that; its dtype is that of
+    the run, and not of its start."""
     from transformers import AutoConfig, GenerationConfig
 
     recipe, out = recipe_of(tmp_path), tmp_path / "run"
     Corpus("corpus", 60, 1440, 5000, 3.5, VOCAB, 7, 4.0, 0, 0).write(tmp_path)
     first, second = tmp_path / "first", tmp_path / "second"
     assert main.main([recipe, f"out={out}", f"checkpoint.export={first}"]) == 0
-    started = ["train.steps=3", "model=null", f"checkpoint.export={second}"]
-    (first / "config.json").write_text(
-        json.dumps(json.loads((first / "config.json").read_text()) | {"eos_token_id": 9})
-    )
+    started = ["train.steps=3", "train.precision=fp32", "model=null", f"checkpoint.export={second}"]
+    theirs = json.loads((first / "config.json").read_text())
+    (first / "config.json").write_text(json.dumps(theirs | {"eos_token_id": 9}))
     assert main.main([recipe, f"out={tmp_path / 'next'}", f"checkpoint.init={first}", *started]) == 0
-    assert json.loads((second / "config.json").read_text())["eos_token_id"] == 9
+    config = json.loads((second / "config.json").read_text())
+    assert (theirs["dtype"], config["dtype"], config["eos_token_id"]) == ("bfloat16", "float32", 9)
+    assert {entry.dtype for entry in TensorFile.open(second / "model.safetensors").entries.values()} == {"F32"}
     third = ["train.steps=3", "checkpoint.resume=auto", f"checkpoint.export={tmp_path / 'third'}"]
     assert main.main([recipe, f"out={out}", *third]) == 0
     made = GenerationConfig.from_model_config(AutoConfig.from_pretrained(tmp_path / "third"))
     assert (made.bos_token_id, made.eos_token_id) == (None, 7)
-
-
-@pytest.mark.in_turn(2, 0)
-def test_the_dtype_is_that_of_the_run_and_not_of_its_start(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path)
-    first, second = tmp_path / "first", tmp_path / "second"
-    assert main.main([recipe, f"out={tmp_path / 'a'}", f"checkpoint.export={first}"]) == 0
-    started = ["model=null", f"checkpoint.init={first}", "train.precision=fp32", "train.steps=3"]
-    assert main.main([recipe, f"out={tmp_path / 'b'}", *started, f"checkpoint.export={second}"]) == 0
-    assert {entry.dtype for entry in TensorFile.open(second / "model.safetensors").entries.values()} == {"F32"}
-    assert json.loads((second / "config.json").read_text())["dtype"] == "float32"
 
 
 def test_a_run_that_is_started_again_when_all_is_done_is_done(

@@ -43,14 +43,13 @@ def tokenizer(folder: Path, vocabulary: Any, **more: Any) -> Companion:
     return Companion(folder / "tokenizer.json", folder)
 
 
-def problems(folder: Path, held: Companion | None, before: Mapping[str, Any] | None = None, **data: Any) -> list[str]:
-    """Return the problems of a run over `folder`/corpus that goes on from a checkpoint with this tokenizer, and whose
-    trainer.json has other things."""
+def problems(folder: Path, held: Companion | None, **data: Any) -> list[str]:
+    """Return the problems of a run over `folder`/corpus that goes on from a checkpoint with this tokenizer."""
     write_corpus(folder / "corpus")
     config = load(write_recipe(folder, RECIPE), [])
     config = replace(config, data=replace(config.data, **data))
     corpora = cast("Corpora", Known(IndexedDataset(folder / "corpus")))
-    trainer = {"recipe": json.loads(json.dumps(asdict(config)))} | dict(before or {})
+    trainer = {"recipe": json.loads(json.dumps(asdict(config)))}
     source = cast("Any", Held({} if held is None else {"tokenizer.json": held}))
     return [*changed_data(Start(source, trainer), config, corpora)]
 
@@ -97,15 +96,6 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(StoreError, match=r"tokenizer.json is not JSON"):
         problems(tmp_path, held)
-
-
-def test_other_tokens_of_the_same_name_need_a_key(tmp_path: Path) -> None:
-    (problem,) = problems(tmp_path, None, {"data": ["0" * 16]})
-    assert problem.startswith(f"data.train: {tmp_path / 'corpus'} holds other tokens than those that the run was")
-    assert "data.allow_changed=true" in problem and "checkpoint.init" in problem
-    assert not problems(tmp_path, None, {"data": ["0" * 16]}, allow_changed=True)
-    assert not problems(tmp_path, None, {"data": []})  # as of a version that did not write it
-    assert not problems(tmp_path, None, {"data": [IndexedDataset(tmp_path / "corpus").identity]})
 
 
 def test_where_a_run_begins_nothing_is_asked(tmp_path: Path) -> None:

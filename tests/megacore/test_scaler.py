@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from device_store import device_store
-from engine import Result, path_of, same, train, trainer, weights
+from engine import path_of, same, train, trainer, weights
 from pool import Pool
 from torch import Tensor
 
@@ -197,22 +197,6 @@ def test_a_gradient_that_is_never_finite_stops_at_the_smallest_scale(recipe: str
     with pytest.raises(NonFinite, match=r"step 2, .*the gradient is not even at loss_scale\.minimum \(2\)"):
         made.fit()
     assert same(weights(made), start)
-
-
-def losses(recipe: str, folder: Path, *overrides: str) -> Result:
-    return train(recipe, [f"out={folder}", "train.steps=30", "evaluate.every=0", *overrides])
-
-
-@pytest.mark.in_turn(6, 4)
-def test_fp16_trains_as_fp32_does(recipe: str, tmp_path: Path) -> None:
-    wide = losses(recipe, tmp_path / "fp32", "train.precision=fp32")
-    half = losses(recipe, tmp_path / "fp16", "train.precision=fp16")
-    assert wide.values("loss")[-1] < wide.values("loss")[0] - 0.3
-    np.testing.assert_allclose(half.values("loss"), wide.values("loss"), rtol=2e-3)
-    np.testing.assert_allclose(half.values("grad_norm"), wide.values("grad_norm"), rtol=5e-2)
-    np.testing.assert_allclose(half.values("grad_norm")[0], wide.values("grad_norm")[0], rtol=1e-3)
-    assert half.values("skipped_steps")[-1] == 0
-    assert set(half.values("loss_scale")) == {2.0**16} and not wide.values("loss_scale")
 
 
 @pytest.mark.in_turn(2, 1)

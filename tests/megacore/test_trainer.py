@@ -21,7 +21,6 @@ from megacore.parallel.gradients.buckets import WholeSpan
 from megacore.parallel.memory.recompute import PLAIN, Activations, Runner
 from megacore.training.callbacks.bad_steps import BadSteps, NonFinite
 from megacore.training.callbacks.evaluation import Evaluation
-from megacore.training.callbacks.signals import Signals
 from megacore.training.progress import Progress
 from megacore.training.step import Stats
 
@@ -219,34 +218,6 @@ def test_the_utilisation_is_never_above_1_without_a_word(
         assert said == 1 and known == [None] * 5
 
 
-# -- ending early
-
-
-def interrupted(recipe: str, overrides: list[str], rank: int, step: int) -> tuple[Result, bool]:
-    """A run in which one rank is asked to end during a step; and whether it was asked itself."""
-    made = trainer(recipe, overrides, log=True)
-    signals = of(made, Signals)
-
-    def ask(now: int) -> None:
-        signals.stop |= now == step and made.mesh.rank == rank
-
-    engine.in_steps(made, ask)
-    return engine.result(made, made.fit()), signals.stop
-
-
-def test_one_rank_that_is_asked_to_end_ends_all_after_that_step(
-    pool: Pool, recipe: str, one: Result, tmp_path: Path
-) -> None:
-    overrides = [f"out={tmp_path / 'run'}", "mesh.tp=2", "mesh.pp=2", "log.every=100", "evaluate.every=100"]
-    results = pool.run(4, interrupted, recipe, overrides, 2, 3)
-    assert [asked for _, asked in results] == [False, False, True, False]
-    assert [result.last for result, _ in results] == [3] * 4
-    # The last step is logged although its turn had not come; nobody waits for an evaluation.
-    (last,) = results[0][0].records
-    assert last["step"] == 3
-    assert last["loss"] == pytest.approx(one.values("loss")[2], rel=TOLERANCE)
-
-
 # -- dropout
 
 
@@ -255,26 +226,8 @@ def dropout(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_recipe(tmp_path_factory.mktemp("dropout"), RECIPE | {"model": GPT2})
 
 
-def losses_of_one_batch(recipe: str, overrides: list[str], seeds: list[int]) -> list[float]:
-    """Of the same batch and weights under several steps' masks."""
-    made = trainer(recipe, overrides)
-    batch = made.batches.microbatches(0)
-    return [loss_of(made, batch, seed) for seed in seeds]
-
-
 def loss_of(made: engine.Trainer, batch: Sequence[Batch], seed: int) -> float:
     return made.train_step.backward(made.upload(batch, seed), made.enter).loss.item()
-
-
-def test_masks_differ_between_steps_microbatches_and_ranks(pool: Pool, dropout: str) -> None:
-    first, second, again = losses_of_one_batch(dropout, [], [1, 2, 1])
-    assert first == again != second
-    made = trainer(dropout, ["batch.global_size=2"])
-    one, other = made.upload([made.batches.microbatches(0)[0]] * 2, 1)
-    assert one.seed != other.seed
-    # Ranks that compute other heads and tokens draw other masks, so another layout gives other numbers.
-    tp = pool.run(2, losses_of_one_batch, dropout, ["mesh.tp=2"], [1])
-    assert tp[0] == tp[1] and abs(tp[0][0] - first) > 1e-6
 
 
 def test_evaluation_drops_nothing_and_training_goes_on_dropping(dropout: str) -> None:
@@ -345,22 +298,33 @@ def test_the_schedule_arrives_in_the_optimizer(recipe: str) -> None:
 # -- precision
 
 
-@pytest.mark.in_turn(6, 1)
-def test_bf16_trains_like_fp32(recipe: str, tmp_path: Path) -> None:
+FP32, BF16 = "train.precision=fp32", "train.precision=bf16"
+PRECISIONS = {
+    "masters": ([BF16], FP32, 0.0, 0.003),
+    "pure": ([BF16, "optimizer.master_weights=false"], FP32, 0.003, 0.02),
+    "moments": ([BF16, "optimizer.moments=bf16"], BF16, 0.0, 0.001),
+    "fp16": (["train.precision=fp16"], FP32, 0.0, 0.0005),
+}
+"""{name: (overrides, the wider run, the bounds of the largest difference of 20 losses, relative)}. Seen: 0.05 %, 0.6 %
+(more is lost without masters than with them), 0.014 % and 0.004 %."""
+
+
+@pytest.mark.in_turn(6)
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_fewer_bits_train_as_more_do(recipe: str, tmp_path: Path, name: str) -> None:
+    overrides, wider, least, most = PRECISIONS[name]
     common = ["train.steps=20", "evaluate.every=0", "model.hidden_size=32", "optimizer.lr=3e-3"]
     common += ["model.initializer_range=0.05"]
-
-    def losses(name: str, *overrides: str) -> np.ndarray:
-        return np.array(train(recipe, [f"out={tmp_path / name}", *common, *overrides]).values("loss"))
-
-    wide = losses("fp32", "train.precision=fp32")
-    master = losses("master", "train.precision=bf16")
-    pure = losses("pure", "train.precision=bf16", "optimizer.master_weights=false")
-    assert wide[0] - wide[-1] > 0.3
-    # Seen: 0.05 % and 0.5 %.
-    np.testing.assert_allclose(master, wide, rtol=0.003)
-    np.testing.assert_allclose(pure, wide, rtol=0.02)
-    assert np.abs(pure - wide).mean() > np.abs(master - wide).mean() > 0
+    wide, narrow = (
+        train(recipe, [f"out={tmp_path / out}", *common, *own])
+        for out, own in (("wide", [wider]), ("narrow", overrides))
+    )
+    losses = np.array(wide.values("loss"))
+    assert losses[0] - losses[-1] > 0.3
+    assert least < np.abs(narrow.values("loss") / losses - 1).max() < most
+    np.testing.assert_allclose(narrow.values("grad_norm"), wide.values("grad_norm"), rtol=5 * most)
+    assert narrow.values("skipped_steps")[-1] == 0
+    assert {*narrow.values("loss_scale")} == ({2.0**16} if name == "fp16" else set()) and not wide.values("loss_scale")
 
 
 # -- memory
@@ -381,16 +345,12 @@ def kept_by(recipe: str, overrides: list[str]) -> tuple[list[Activations], list[
 
 
 def test_each_stage_keeps_what_the_recipe_says_of_it(pool: Pool, recipe: str) -> None:
-    """All of its chunks do, there and back."""
+    """All of its chunks do, there and back; numbers cannot tell."""
+    all_alike = ["memory.recompute=selective", "memory.offload_activations=true", "memory.loss_chunk=3"]
+    assert kept_by(recipe, all_alike) == ([Activations("selective", offload=True)], [3])
     each = ["memory.recompute=[full,none]", "memory.offload_activations=[false,true]"]
     found = pool.run(2, kept_by, recipe, ["mesh.pp=2", "pipeline.schedule=zb-v", "pipeline.chunks=2", *each])
     assert found == [([Activations("full")] * 2, [None]), ([Activations(offload=True)] * 2, [])]
-
-
-def test_the_recipe_s_memory_arrives(recipe: str) -> None:
-    """Numbers cannot tell."""
-    overrides = ["memory.recompute=selective", "memory.offload_activations=true", "memory.loss_chunk=3"]
-    assert kept_by(recipe, overrides) == ([Activations("selective", offload=True)], [3])
 
 
 # -- the host
@@ -442,8 +402,3 @@ def test_compile_reaches_every_block(recipe: str, monkeypatch: pytest.MonkeyPatc
     made.model.compile()
     assert compiled == [block for chunk in made.model.chunks for block in chunk.layers.values()]
     assert (len(made.model.chunks), len(compiled)) == (2, 4)
-
-
-def test_a_pipeline_has_the_groups_of_its_recipe(recipe: str) -> None:
-    made = trainer(recipe, ["pipeline.schedule=interleaved", "pipeline.chunks=2", "pipeline.group=3"])
-    assert made.train_step.pipeline.group == 3

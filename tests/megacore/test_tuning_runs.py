@@ -6,7 +6,7 @@ from pathlib import Path
 import engine
 import numpy as np
 import pytest
-from engine import Result, path_of, problems, same, train, write_recipe
+from engine import Result, path_of, same, train, write_recipe
 from pool import Pool
 
 from megacore.parallel.weights.layout import MeshShape
@@ -117,23 +117,6 @@ def test_other_adapters_are_refused(folder: Path, tmp_path: Path, more: list[str
         check(recipe, [*overrides(folder, tmp_path / "x", resume), *more], 1, 1)
     with pytest.raises(StoreError, match="merge the two by `megacore convert"):
         open_folder(path_of(run, 3))
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (["lora.targets=[attn.q]"], "lora.targets: 'attn.q' matches nothing: choose from attn.qkv"),
-        (["lora.targets=[]"], "lora.targets names no linear: choose from attn.qkv.q"),
-        (["lora.rank=0"], "lora.rank (0): must be at least 1"),
-        (["train.freeze=[embed]"], "train.freeze is for runs without adapters"),
-        (["checkpoint.init=null"], "lora trains adapters of a model that is there"),
-        (["lora=null", "train.freeze=[layer.0]"], "train.freeze: 'layer.0' matches nothing: choose from layers.0"),
-        (["lora=null", "train.freeze=['*']"], "leave nothing to train"),
-    ],
-)
-def test_problems_are_named(folder: Path, tmp_path: Path, more: list[str], said: str) -> None:
-    (problem,) = problems(str(folder / "recipe.yaml"), *overrides(folder, tmp_path / "x"), *more)
-    assert said in problem
 
 
 @pytest.mark.in_turn(4)

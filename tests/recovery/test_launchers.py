@@ -197,21 +197,34 @@ WITHOUT_B = ["requeuehold 7", "update JobId=7 ExcNodeList=b", "release 7"]
 
 
 @pytest.mark.parametrize(
-    ("statuses", "status", "asked"),
+    ("least", "statuses", "status", "asked"),
     [
-        ("0 0", 0, []),
-        ("1 1", 1, []),
-        ("75 2", 75, []),  # who has said why it is, is believed, whatever that has done to the others
-        ("130 130", 130, []),
-        ("143 143", 143, ["requeue 7"]),
-        ("75 75", 75, ["requeue 7"]),
-        ("75 137", 137, ["requeue 7"]),
-        ("75 76", 76, WITHOUT_B),
-        ("143 76", 143, WITHOUT_B),
+        ("", "0 0", 0, []),
+        ("", "1 1", 1, []),
+        ("", "75 2", 75, []),  # who has said why it is, is believed, whatever that has done to the others
+        ("", "130 130", 130, []),
+        ("", "143 143", 143, ["requeue 7"]),
+        ("", "75 75", 75, ["requeue 7"]),
+        ("", "75 137", 137, ["requeue 7"]),
+        ("", "75 76", 76, WITHOUT_B),
+        ("", "143 76", 143, WITHOUT_B),
+        # The node that leads others is believed.
+        ("1", "0 0", 0, []),
+        ("1", "0 143", 0, []),  # the second has left, or was lost, and the run has come to its end
+        ("1", "0 137", 0, []),
+        ("1", "143 143", 143, ["requeue 7"]),
+        ("1", "143 2", 143, ["requeue 7"]),  # one that came did not fit
+        ("1", "2 2", 2, []),
+        ("1", "75 76", 75, WITHOUT_B),
     ],
 )
-def test_slurm_queues_again_what_a_retry_mends(tmp_path: Path, statuses: str, status: int, asked: list[str]) -> None:
-    assert Cluster(tmp_path).run(statuses) == (status, asked)
+def test_slurm_queues_again_what_a_retry_mends(
+    tmp_path: Path, least: str, statuses: str, status: int, asked: list[str]
+) -> None:
+    assert Cluster(tmp_path).run(statuses, least=least) == (status, asked)
+    if least:
+        assert (tmp_path / "options").read_text().split()[:2] == ["--kill-on-bad-exit=0", "--no-kill"]
+        assert all(" 0/1:2 " in line or " 1/1:2 " in line for line in (tmp_path / "started").read_text().splitlines())
 
 
 def test_slurm_queues_again_so_often_for_a_fault_and_always_after_its_notice(tmp_path: Path) -> None:
@@ -226,24 +239,6 @@ def test_slurm_queues_again_so_often_for_a_fault_and_always_after_its_notice(tmp
     lives = [line.split()[0] for line in (tmp_path / "started").read_text().splitlines()]
     assert lives == [str(life) for life in range(6) for _ in range(2)]
     assert (tmp_path / "started").read_text().splitlines()[-1].endswith("/2 a recipe a b")
-
-
-@pytest.mark.parametrize(
-    ("statuses", "status", "asked"),
-    [
-        ("0 0", 0, []),
-        ("0 143", 0, []),  # the second has left, or was lost, and the run has come to its end
-        ("0 137", 0, []),
-        ("143 143", 143, ["requeue 7"]),
-        ("143 2", 143, ["requeue 7"]),  # one that came did not fit
-        ("2 2", 2, []),
-        ("75 76", 75, WITHOUT_B),
-    ],
-)
-def test_slurm_ends_as_the_node_that_leads_others(tmp_path: Path, statuses: str, status: int, asked: list[str]) -> None:
-    assert Cluster(tmp_path).run(statuses, least="1") == (status, asked)
-    assert (tmp_path / "options").read_text().split()[:2] == ["--kill-on-bad-exit=0", "--no-kill"]
-    assert all(" 0/1:2 " in line or " 1/1:2 " in line for line in (tmp_path / "started").read_text().splitlines())
 
 
 # -- accelerate launch

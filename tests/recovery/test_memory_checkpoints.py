@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from pool import Pool
 
-from megacore import checkpoints, resources
+from megacore import checkpoints
 from megacore.rank import RankPlace
 from megacore.recovery import memory_checkpoints, partners
 from megacore.recovery.memory_checkpoints import LEFTOVER_S, RUN_ID, MemoryCheckpoints, private, sweep
@@ -119,6 +119,7 @@ def test_it_goes_on_with_other_ranks(
     assert len(losses[0]) == 6 and losses[0] == pytest.approx(losses[1], rel=1e-9)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("memory", ["keeps", "fails", "is off"])
 def test_a_pause_loses_nothing_where_memory_keeps_nothing(recipe: str, tmp_path: Path, memory: str) -> None:
     def write(folder: Path, *arguments: Any) -> Any:
@@ -304,6 +305,7 @@ def test_leftovers_are_swept_unless_somebody_holds_them(tmp_path: Path) -> None:
 # -- what it costs
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("lack", ["free_bytes", "free_memory"])
 def test_without_room_a_run_says_so_and_goes_on(
     lack: str, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -318,7 +320,7 @@ def test_a_save_that_fails_is_told_once_and_ends_nothing(
 ) -> None:
     monkeypatch.setattr(memory_checkpoints, "RETRY_S", 0.0)
     with mock.patch.object(save, "write", side_effect=StoreError("no room")):
-        _, kept, _, told = live(recipe, [f"out={tmp_path / 'run'}", "train.steps=30"], tmp_path)
+        _, kept, _, told = live(recipe, [f"out={tmp_path / 'run'}", "train.steps=9"], tmp_path)
     assert kept == [] and len(told) == 1 and "no room" in told[0] and "The run goes on" in told[0]
 
 
@@ -346,17 +348,3 @@ def test_it_saves_as_seldom_as_its_cost_demands(recipe: str, tmp_path: Path) -> 
     times = [at for _, at in begun]
     assert begun[0][0] <= 3 and len(begun) >= 3
     assert all(33 <= later - at <= 170 for at, later in itertools.pairwise(times))
-
-
-def test_memory_that_is_to_be_had_is_that_of_the_container(tmp_path: Path) -> None:
-    (tmp_path / "proc" / "self").mkdir(parents=True)
-    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 8000 kB\nMemAvailable: 6000 kB\nSwapTotal: 1000 kB\n")
-    (tmp_path / "proc" / "self" / "cgroup").write_text("0::/a/b\n")
-    inner = tmp_path / "sys" / "fs" / "cgroup" / "a" / "b"
-    inner.mkdir(parents=True)
-    assert resources.free_memory(tmp_path) == 5000 * 1024 and resources.host_memory(tmp_path) == 9000 * 1024
-    (inner.parent / "memory.max").write_text("4096000\n")
-    (inner.parent / "memory.current").write_text("3000000\n")
-    (inner.parent / "memory.stat").write_text("anon 1\ninactive_file 1000000\n")
-    assert resources.free_memory(tmp_path) == 4096000 - 2000000 - 4096000 // 8
-    assert resources.host_memory(tmp_path) == 4096000 + 1000 * 1024
