@@ -1,6 +1,7 @@
 """What the files of each family may say: what means the same in other words, which layers have windows and ropes, what
 is refused; and published files mean here what they mean to transformers."""
 
+import json
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -191,6 +192,11 @@ def test_published_files_mean_what_they_mean_to_transformers(name: str) -> None:
     ours, theirs = read(config["model_type"], config), CONFIG_MAPPING[config["model_type"]].from_dict(deepcopy(config))
     assert ours == read(config["model_type"], theirs.to_dict())
     assert ours.schema.parameters == _PUBLISHED["models"][name]["parameters"]
+
+
+def test_kimi_k2_is_a_deepseek_v3_by_another_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_PUBLISHED["kimi_k2"]))
+    assert configure({"config": str(tmp_path)}) == configure({"preset": "kimi-k2"})
 
 
 OLMO_3 = published("Olmo-3-32B")
