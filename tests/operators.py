@@ -1,8 +1,11 @@
-"""What torch's operators are asked for while something runs."""
+"""What torch's operators are asked for, and what autograd keeps, while something runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -26,3 +29,16 @@ class Operators(TorchDispatchMode):
 def calls_of(*names: str) -> Operators:
     """Count the calls of operators by their names."""
     return Operators(lambda operator, _, __: operator.overloadpacket.__name__ in names)
+
+
+@contextmanager
+def kept_for_backward() -> Iterator[list[Tensor]]:
+    """The tensors that what runs in this block keeps for its backward."""
+    kept = list[Tensor]()
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield kept

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from draws import draw_rope, draw_ropes
+from operators import kept_for_backward
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
@@ -425,16 +426,10 @@ def test_input_is_neither_changed_nor_kept() -> None:
     for call in calls:
         x = torch.randn(4, 32, dtype=torch.float64, requires_grad=True)
         before = x.detach().clone()
-        saved: set[int] = set()
-
-        def pack(tensor: torch.Tensor, saved: set[int] = saved) -> torch.Tensor:
-            saved.add(tensor.data_ptr())
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with kept_for_backward() as kept:
             out = call(x)
         assert torch.equal(x, before)
-        assert saved == {cos.data_ptr(), sin.data_ptr()}
+        assert {tensor.data_ptr() for tensor in kept} == {cos.data_ptr(), sin.data_ptr()}
         assert out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from interpreter import rounding
 from torch import Tensor, nn
 
 from megacore.parallel.kernels import grouped
@@ -20,23 +21,8 @@ from megacore.parallel.layers.product import Operand
 from megacore.parallel.mesh import ALONE, Mesh
 from megacore.parallel.weights.layout import MeshShape
 
-interpreter = pytest.importorskip("triton.runtime.interpreter")
+__all__ = ["rounding"]
 cast_transpose = import_module("megacore.parallel.kernels.fused.cast_transpose")
-
-NARROW = {"fp8e4nv": E4M3, "fp8e5": E5M2}
-
-
-@pytest.fixture(autouse=True)
-def _rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the nearest, as a GPU does it: the interpreter cuts off what fp8 has no room for."""
-    convert = interpreter._convert_float
-
-    def nearest(x: Any, source: Any, target: Any, mode: Any) -> Any:
-        if source.name != "fp32" or target.name not in NARROW:
-            return convert(x, source, target, mode)
-        return torch.from_numpy(np.array(x)).to(NARROW[target.name]).view(torch.uint8).numpy()
-
-    monkeypatch.setattr(interpreter, "_convert_float", nearest)
 
 
 def drawn(dtype: torch.dtype, *shape: int) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from operators import kept_for_backward
 from pool import Pool
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -169,15 +170,9 @@ def test_any_number_of_ranks_gives_the_same_bits(pool: Pool) -> None:
 
 
 def kept(experts: Experts, x: Tensor, drawn: Drawn) -> list[tuple[int, ...]]:
-    shapes: list[tuple[int, ...]] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        shapes.append(tuple(tensor.shape))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with kept_for_backward() as tensors:
         experts(x, drawn.chosen, drawn.weights.requires_grad_())
-    return shapes
+    return [tuple(tensor.shape) for tensor in tensors]
 
 
 def alone(drawn: Drawn) -> Experts:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from operators import kept_for_backward
 from pool import Pool
 from torch import Tensor, nn
 
@@ -302,25 +303,19 @@ def test_what_every_rank_holds_multiplies_quantised_numbers(pool: Pool, tp: int)
         assert np.abs(found[name] - value).max() <= 2e-6 * np.abs(value).max(), name
 
 
-def kept() -> tuple[list[torch.dtype], list[torch.dtype]]:
-    """dtypes of the matrices that a bf16 layer of x and its weight keeps for the backward, without fp8 and with it."""
-    mesh = Mesh.create(MeshShape())
-    found = []
-    for narrow in (False, True):
-        layer = ColumnParallelLinear(IN, OUT, mesh=mesh, bias=False, dtype=torch.bfloat16)
-        if narrow:
-            multiply_by(Fp8.on(mesh.device), nn.Sequential(layer).modules())
-        saved: list[Tensor] = []
-        x = drawn(9, TOKENS, IN).bfloat16().requires_grad_()
-        with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda nothing: nothing):
-            layer(x)
-        found.append(sorted((t.dtype for t in saved if t.dim() == 2), key=str))
-    return found[0], found[1]
+def kept(narrow: bool) -> list[torch.dtype]:
+    """dtypes of the matrices that a bf16 layer of x and its weight keeps for the backward."""
+    layer = ColumnParallelLinear(IN, OUT, mesh=Mesh.create(MeshShape()), bias=False, dtype=torch.bfloat16)
+    if narrow:
+        multiply_by(Fp8.on(torch.device("cpu")), nn.Sequential(layer).modules())
+    with kept_for_backward() as saved:
+        layer(drawn(9, TOKENS, IN).bfloat16().requires_grad_())
+    return sorted((t.dtype for t in saved if t.dim() == 2), key=str)
 
 
 @pytest.mark.quick
 def test_the_input_is_kept_in_fp8() -> None:
-    assert kept() == ([torch.bfloat16] * 2, [torch.bfloat16, E4M3])
+    assert kept(False) == [torch.bfloat16] * 2 and kept(True) == [torch.bfloat16, E4M3]
 
 
 def broken(where: str) -> bool:

@@ -10,10 +10,10 @@ from importlib import import_module
 from typing import Any
 from unittest.mock import Mock, patch
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreter import rounding
 from torch import Tensor
 
 from megacore.parallel.kernels import activation as plain_activation
@@ -24,7 +24,7 @@ from megacore.parallel.labels import IGNORE
 from megacore.parallel.layers.loss import PLAIN, Finish, Objective
 from megacore.parallel.mesh import ALONE
 
-interpreter = pytest.importorskip("triton.runtime.interpreter")
+__all__ = ["rounding"]
 
 NAMES = ("activation", "cross_entropy", "launching", "norm", "rotation")
 FUSED = "megacore.parallel.kernels.fused"
@@ -32,19 +32,6 @@ activation, cross_entropy, launching, norm, rotation = (import_module(f"{FUSED}.
 
 Function = Callable[..., Any]
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
-
-
-@pytest.fixture(autouse=True)
-def _rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the nearest, as a GPU does it: the interpreter cuts off what bf16 has no room for."""
-    convert = interpreter._convert_float
-
-    def nearest(x: Any, source: Any, target: Any, mode: Any) -> Any:
-        if (source.name, target.name) != ("fp32", "bf16"):
-            return convert(x, source, target, mode)
-        return torch.from_numpy(np.array(x)).bfloat16().view(torch.int16).numpy().view(np.uint16)
-
-    monkeypatch.setattr(interpreter, "_convert_float", nearest)
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

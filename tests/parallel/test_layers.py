@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from operators import kept_for_backward
 from pool import Pool
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from megacore.parallel.layers.embedding import VocabParallelEmbedding
 from megacore.parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -209,15 +209,9 @@ def saved(
     layer = kind(IN, OUT, mesh=mesh, bias=False, dtype=WIDE).requires_grad_(trained)
     shape = (TOKENS // 2, IN) if kind is ColumnParallelLinear else (TOKENS, IN // 2)
     x = drawn(mesh.rank, *shape).requires_grad_()
-    shapes: list[tuple[int, ...]] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        shapes.append(tuple(tensor.shape))
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
+    with kept_for_backward() as tensors:
         layer(x)
-    return sorted(shapes)
+    return sorted(tuple(tensor.shape) for tensor in tensors)
 
 
 @pytest.mark.quick

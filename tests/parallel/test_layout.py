@@ -254,8 +254,8 @@ def test_uneven_and_interleaved_stages() -> None:
 @settings(max_examples=40)
 @given(layouts())
 def test_every_element_is_owned_by_exactly_its_replicas(one: Layout) -> None:
-    """Brute force: ask all ranks what they hold, element by element."""
-    held = owners(one)
+    """Brute force: ask all ranks what they hold, element by element. Replicas counted once make the model."""
+    held, total = owners(one), 0.0
     sets = set()
     for rank in range(one.mesh.world):
         for shard in one.shards(one.mesh.place(rank)):
@@ -265,7 +265,12 @@ def test_every_element_is_owned_by_exactly_its_replicas(one: Layout) -> None:
                 sets.add(replicas)
                 assert np.array_equal(np.flatnonzero(mine[:, 0]), replicas)
                 assert (mine == mine[:, :1]).all(), f"{shard.name} {piece.label}: boxes overlap in part"
-    assert one.replica_sets() == sets
+                real = piece.numel
+                for axis in {*PADDED} & {*piece.axes}:
+                    start, stop = shard.box[axis]
+                    real = real // (stop - start) * max(0, min(stop, one.schema.sizes[axis]) - start)
+                total += real / len(replicas)
+    assert one.replica_sets() == sets and total == pytest.approx(one.schema.parameters)
     for array in held.values():
         assert array.any(0).all(), "an element that nobody holds"
     names = {
@@ -288,43 +293,28 @@ def test_pieces_of_a_shard_cover_what_is_stored_once(one: Layout, data: st.DataO
         assert (count == 1).all()
 
 
-@settings(max_examples=20)
-@given(layouts())
-def test_replicas_counted_once_make_the_model(one: Layout) -> None:
-    """The sum over ranks of elements / replicas is the parameter count: how the norm counts them."""
-    total = 0.0
-    for rank in range(one.mesh.world):
-        for shard in one.shards(one.mesh.place(rank)):
-            for piece in shard.pieces:
-                real = piece.numel
-                for axis in {*PADDED} & {*piece.axes}:
-                    start, stop = shard.box[axis]
-                    kept = max(0, min(stop, one.schema.sizes[axis]) - start)
-                    real = real // (stop - start) * kept
-                total += real / len(one.replicas(shard, piece.label))
-    assert total == pytest.approx(one.schema.parameters)
+EXPERTS = Param("layers.{layer}.moe", "experts expert_mlp embed")
+CANNOT = "cannot split {} over ep x tp=4: choose ep x tp from "
 
 
-def test_experts_over_a_product_of_dimensions() -> None:
-    """Rank (ep, tp) holds the experts of part ep x TP + tp whole; who has the same are its data parallel peers."""
-    moe = Param("layers.{layer}.moe", "experts expert_mlp embed")
-    params = (moe, Param("layers.{layer}.out", "embed (heads head)"))
-    mesh = MeshShape(dp=2, ep=2, tp=2)
-    one = Layout(Schema(params, SIZES), mesh, (4,))
-    for rank in range(8):
-        experts, *_, out = one.shards(mesh.place(rank))
-        assert experts.box["experts"] == (rank % 4, rank % 4 + 1) and experts.shape == (1, 12, 8)
-        assert one.replicas(experts, "") == (rank % 4, rank % 4 + 4)
-        assert one.replicas(out, "") == tuple(range(rank % 2, 8, 2))
-    one_axis = r"layers.\{layer\}.moe: tp would split both 'experts' and 'expert_mlp' of one piece"
-    with pytest.raises(ValueError, match=one_axis):
-        Layout(Schema(params, SIZES), mesh, (4,), {**SPLIT, "expert_mlp": ("tp",)})
-    with pytest.raises(ValueError, match=r"cannot split experts \(9\) over ep x tp=4: choose ep x tp from 1, 3, 9$"):
-        Layout(Schema(params, SIZES | {"experts": 9}), mesh, (4,))
-    with pytest.raises(ValueError, match=r"cannot split kv \(2\) over ep x tp=4: choose ep x tp from 1, 2$"):
-        Layout(Schema(params, SIZES), mesh, (4,), {**SPLIT, "kv": ("ep", "tp")})
-    with pytest.raises(ValueError, match="layers go over pp, and others are of"):
-        Layout(Schema(params[:1], SIZES), mesh, (4,), {**SPLIT, "embed": ("tp",)})
+@pytest.mark.parametrize(
+    ("sizes", "split", "message"),
+    [
+        (
+            {},
+            {"expert_mlp": ("tp",)},
+            "layers.{layer}.moe: tp would split both 'experts' and 'expert_mlp' of one piece",
+        ),
+        ({"experts": 9}, {}, CANNOT.format("experts (9)") + "1, 3, 9"),
+        ({}, {"kv": ("ep", "tp")}, CANNOT.format("kv (2)") + "1, 2"),
+        ({}, {"embed": ("tp",)}, "layers go over pp, and others are of"),
+    ],
+)
+def test_what_cannot_be_split_over_a_product_of_dimensions(
+    sizes: dict[str, int], split: dict[str, tuple[str, ...]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Layout(Schema((EXPERTS,), SIZES | sizes), MeshShape(dp=2, ep=2, tp=2), (4,), {**SPLIT, **split})
 
 
 # -- balanced splits

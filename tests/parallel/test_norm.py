@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from operators import kept_for_backward
 from pool import Pool
 from torch import Tensor, nn
 
@@ -73,13 +74,8 @@ def test_the_offset_is_added_in_fp32(centred: bool) -> None:
 
 def test_an_offset_keeps_no_more_than_the_input() -> None:
     x = drawn(1, 10, 8).bfloat16().requires_grad_()
-    norm, kept = made(torch.zeros(8, dtype=torch.bfloat16), None, 1.0, True), list[Tensor]()
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    norm = made(torch.zeros(8, dtype=torch.bfloat16), None, 1.0, True)
+    with kept_for_backward() as kept:
         norm(x)
     assert sum(tensor.numel() for tensor in kept if tensor.dtype == torch.float32) <= 2 * len(x)
 

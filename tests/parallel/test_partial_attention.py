@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from types import SimpleNamespace
 from typing import Any
 
+import flash_formula
 import pytest
 import torch
 from attention_formula import attention, distances, scores_of
@@ -168,40 +168,10 @@ def without_sum(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 # -- torch's kernel for CUDA, which is not here
 
 
-def _flash_scores(q: Tensor, k: Tensor, places: tuple[Any, ...], causal: bool, sides: dict[str, Any]) -> Tensor:
-    """What FlashAttention's documentation says: the last query stands beside the last key."""
-    starts, keys, n, m = places
-    assert starts.tolist() == [0, len(q)] and keys.tolist() == [0, len(k)] and (n, m) == (len(q), len(k))
-    assert not causal and sides["window_size_right"] == -1 and sides["window_size_left"] >= -1
-    scores = torch.einsum("nhd,mhd->hnm", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * sides["scale"]
-    if sides["window_size_left"] < 0:
-        return scores
-    at = torch.arange(len(q))[:, None] + len(k) - len(q)
-    return scores.masked_fill(torch.arange(len(k)) < at - sides["window_size_left"], float("-inf"))
-
-
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any, **sides: Any) -> tuple[Tensor, ...]:
-    scores = _flash_scores(q, k, options[:4], options[5], sides)
-    values = v.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    return torch.einsum("hnm,mhd->nhd", scores.softmax(-1), values), scores.logsumexp(-1)
-
-
-def flash_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, *options: Any, **sides: Any
-) -> tuple[Tensor, ...]:
-    weights = (_flash_scores(q, k, options[:4], options[5], sides) - log_sum[..., None]).exp()
-    share, along = q.shape[1] // k.shape[1], (dy * out).sum(-1).T[..., None]
-    keys, values = (x.repeat_interleave(share, 1) for x in (k, v))
-    ds = weights * (torch.einsum("nhd,mhd->hnm", dy, values) - along) * sides["scale"]
-    dk, dv = torch.einsum("hnm,nhd->mhd", ds, q), torch.einsum("hnm,nhd->mhd", weights, dy)
-    return torch.einsum("hnm,mhd->nhd", ds, keys), *(x.unflatten(1, (-1, share)).sum(2) for x in (dk, dv))
-
-
 @pytest.mark.parametrize("name", ["zigzag", "odd", "window", "softcap", "narrow-in-window", "blocks"])
 def test_torchs_kernel_for_cuda_is_asked_for_this(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     case = CASES[name]
-    stand_in = SimpleNamespace(_flash_attention_forward=flash_forward, _flash_attention_backward=flash_backward)
-    monkeypatch.setattr(flash, "aten", stand_in)
+    monkeypatch.setattr(flash, "aten", flash_formula.STAND_IN)
     monkeypatch.setattr(flash, "shares", lambda: True)
     given, asked = drawn(case, 4, 2), list[Tensor]()
 

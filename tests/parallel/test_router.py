@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from operators import kept_for_backward
 from torch import Tensor, nn
 
 from megacore.parallel.layers.router import Router, highest
@@ -204,14 +205,8 @@ def test_narrow_tokens_are_routed_in_fp32_and_kept_as_they_are() -> None:
     with torch.no_grad():
         for ours, theirs in zip(router.parameters(), wide.parameters(), strict=True):
             theirs.copy_(ours)
-    saved: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
     x = tokens(torch.bfloat16).requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with kept_for_backward() as saved:
         chosen, weights = router(x)
     assert not any(tensor.shape == x.shape and tensor.dtype != x.dtype for tensor in saved)
     x_wide = x.detach().float().requires_grad_()

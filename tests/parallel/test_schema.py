@@ -1,5 +1,7 @@
 """Declarations of parameters and of whole models."""
 
+import re
+
 import pytest
 
 from megacore.parallel.weights.schema import SPLIT, Param, Schema
@@ -65,12 +67,6 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     assert not Param("a", "embed").decays
 
 
-@pytest.mark.parametrize("at", ["middle", "first middle", ""])
-def test_ends_have_two_names(at: str) -> None:
-    with pytest.raises(ValueError, match="is not one of 'first', 'last', 'first last'"):
-        Param("a", "embed", at=at)
-
-
 @pytest.mark.quick
 def test_parameters_are_counted() -> None:
     schema = Schema(
@@ -86,31 +82,39 @@ def test_parameters_are_counted() -> None:
     assert schema["embed.weight"] is schema.params[0]
 
 
-def test_names_are_declared_once() -> None:
-    with pytest.raises(ValueError, match="a is declared twice"):
-        Schema((Param("a", "embed"), Param("a", "vocab")), SIZES)
+TWO = "(q: embed + k: embed) vocab"
+REFUSED: list[tuple[list[tuple[str, ...]], str]] = [
+    ([("a", "embed"), ("a", "vocab")], "a is declared twice"),
+    # Else both are read from one Hugging Face's tensor, and one of them is lost on the way back.
+    ([("a", TWO, "wte"), ("b", "embed", "wte")], "a and b have one Hugging Face name, wte: rename one"),
+    (
+        [("a", TWO, "h.{layer}.w"), ("b", "embed", "h.{layer}.w")],
+        "a and b have one Hugging Face name, h.0.w: rename one",
+    ),
+    ([("a", TWO, "h.{layer}.w"), ("b", "embed", "h.{experts}.w")], "one Hugging Face name, h.0.w: rename one"),
+    ([("a", TWO, "h.{layer}.w"), ("b", "embed", "h.2.w")], "one Hugging Face name, h.2.w: rename one"),
+    ([("a", TWO, "h.{layer}.{q,k}.w"), ("b", "embed", "h.{layer}.k.w")], "one Hugging Face name, h.0.k.w: rename one"),
+    ([("a", TWO, "{k,k}")], "a and a have one Hugging Face name, k: rename one"),
+    ([("a", "none embed")], "axis 'none' has size 0: it must be at least 1"),
+    ([("a", "below embed")], "axis 'below' has size -1: it must be at least 1"),
+    ([("a", "position embed")], "a: axis 'position' has no size"),
+    ([("a.{block}", "embed")], "a.{block}: axis 'block' has no size"),
+    # Else each rank would hold a block of the diagonal, and nobody the rest.
+    ([("a", "vocab (heads head)")], "a: tp would split both 'vocab' and 'heads' of one piece"),
+    ([("a", "(q: embed + k: heads) mlp")], "tp would split both 'heads' and 'mlp' of piece 'k'"),
+]
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("hf", "other", "name"),
-    [
-        ("wte", "wte", "wte"),
-        ("h.{layer}.w", "h.{layer}.w", "h.0.w"),
-        ("h.{layer}.w", "h.{experts}.w", "h.0.w"),
-        ("h.{layer}.w", "h.2.w", "h.2.w"),
-        ("h.{layer}.{q,k}.w", "h.{layer}.k.w", "h.0.k.w"),
-    ],
-)
-def test_hugging_face_names_are_given_once(hf: str, other: str, name: str) -> None:
-    """Else both are read from one tensor, and one of them is lost on the way back."""
-    with pytest.raises(ValueError, match=f"a and b have one Hugging Face name, {name}: rename one"):
-        Schema((Param("a", "(q: embed + k: embed) vocab", hf), Param("b", "embed", other)), SIZES)
+@pytest.mark.parametrize(("params", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_is_no_schema_is_refused(params: list[tuple[str, ...]], message: str) -> None:
+    wrong = {axis: size for axis, size in (("none", 0), ("below", -1)) if axis in message}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Schema(tuple(Param(*each) for each in params), SIZES | wrong)
 
 
-def test_two_pieces_have_two_hugging_face_names() -> None:
-    with pytest.raises(ValueError, match="a and a have one Hugging Face name, k: rename one"):
-        Schema((Param("a", "(q: embed + k: embed) vocab", "{k,k}"),), SIZES)
+def test_pieces_are_split_each_by_itself() -> None:
+    Schema((Param("a", "(q: heads + k: kv) embed"), Param("b", "experts expert_mlp embed")), SIZES)
 
 
 def test_some_layers_have_a_parameter() -> None:
@@ -144,28 +148,6 @@ def test_later_layers_share_a_parameter() -> None:
 def test_names_that_only_look_alike_are_taken() -> None:
     names = ("h.{layer}.w", "h.3.w", "h.4.w", "h.{layer}.{q,k}.w", "h{layer}.w", "", "")
     Schema(tuple(Param(str(i), "(q: embed + k: embed)", hf) for i, hf in enumerate(names)), SIZES)
-
-
-@pytest.mark.parametrize("size", [0, -1])
-def test_an_axis_has_a_positive_size(size: int) -> None:
-    with pytest.raises(ValueError, match=f"axis 'mlp' has size {size}: it must be at least 1"):
-        Schema((Param("a", "mlp embed"),), SIZES | {"mlp": size})
-
-
-def test_every_axis_needs_a_size() -> None:
-    with pytest.raises(ValueError, match="a: axis 'position' has no size"):
-        Schema((Param("a", "position embed"),), SIZES)
-    with pytest.raises(ValueError, match=r"a.\{block\}: axis 'block' has no size"):
-        Schema((Param("a.{block}", "embed"),), SIZES)
-
-
-def test_a_mesh_dimension_splits_one_axis_of_a_piece() -> None:
-    """Else each rank would hold a block of the diagonal, and nobody the rest."""
-    with pytest.raises(ValueError, match="a: tp would split both 'vocab' and 'heads' of one piece"):
-        Schema((Param("a", "vocab (heads head)"),), SIZES)
-    with pytest.raises(ValueError, match="tp would split both 'heads' and 'mlp' of piece 'k'"):
-        Schema((Param("a", "(q: embed + k: heads) mlp"),), SIZES)
-    Schema((Param("a", "(q: heads + k: kv) embed"), Param("b", "experts expert_mlp embed")), SIZES)
 
 
 def test_the_only_table_of_splits() -> None:

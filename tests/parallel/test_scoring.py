@@ -7,6 +7,7 @@ from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
+import flash_formula
 import pytest
 import torch
 import torch.nn.functional as F
@@ -224,41 +225,6 @@ def test_documents_cost_what_they_see() -> None:
 # -- on CUDA
 
 
-def flash_forward(*given: Any, **sides: Any) -> tuple[Tensor, ...]:
-    """In the place of torch's operator: documents of a length each."""
-    q, k, v, starts, same, longest, again, dropout, causal, debug = given
-    assert starts is same and longest == again >= int(starts.diff().max()) and not dropout and not debug
-    assert starts.dtype == torch.int32 and sides["window_size_right"] == 0
-    assert causal == (sides["window_size_left"] == -1)
-    exponentials = weights_of(q, k, starts, sides)
-    total = exponentials.sum(-1)
-    values = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-    out = torch.einsum("hqk,khd->qhd", exponentials / total[..., None], values)
-    return out, total.log(), starts, starts, starts
-
-
-def flash_backward(*given: Any, **sides: Any) -> tuple[Tensor, ...]:
-    dy, q, k, v, out, log_sum, starts, _, _, _, dropout, _, _, _ = given
-    share = q.shape[1] // k.shape[1]
-    keys, values = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-    assert log_sum.is_contiguous() and not dropout
-    p = weights_of(q, k, starts, sides) / log_sum[..., None].exp()
-    ds = p * (torch.einsum("qhd,khd->hqk", dy, values) - (dy * out).sum(-1).T[..., None]) * sides["scale"]
-    dk, dv = torch.einsum("hqk,qhd->khd", ds, q), torch.einsum("hqk,qhd->khd", p, dy)
-    return torch.einsum("hqk,khd->qhd", ds, keys), *(x.unflatten(1, (-1, share)).sum(2) for x in (dk, dv))
-
-
-def weights_of(q: Tensor, k: Tensor, starts: Tensor, sides: dict[str, Any]) -> Tensor:
-    """[heads, t, t], the exponentials of the scores of tokens that see each other."""
-    t, left = torch.arange(len(q)), sides["window_size_left"]
-    document = torch.bucketize(t, starts, right=True)
-    seen = (document[:, None] == document) & (t[:, None] >= t)
-    if left >= 0:
-        seen &= t >= t[:, None] - left
-    keys = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    return torch.where(seen, (torch.einsum("qhd,khd->hqk", q, keys) * sides["scale"]).exp(), 0)
-
-
 @pytest.mark.parametrize("groups", [True, False])
 @pytest.mark.parametrize("name", ["window", "itself", "wider", "sinks", "both"])
 @pytest.mark.parametrize("way", WAYS)
@@ -266,8 +232,7 @@ def test_torchs_kernel_for_cuda_is_asked_for_this(
     monkeypatch: pytest.MonkeyPatch, way: str, name: str, groups: bool
 ) -> None:
     """It is not there on a CPU: what it is given is checked, and computed by the formula."""
-    stand_in = SimpleNamespace(_flash_attention_forward=flash_forward, _flash_attention_backward=flash_backward)
-    monkeypatch.setattr(flash, "aten", stand_in)
+    monkeypatch.setattr(flash, "aten", flash_formula.STAND_IN)
     monkeypatch.setattr(flash, "takes", lambda q: True)
     monkeypatch.setattr(flash, "shares", lambda: groups)
     monkeypatch.setitem(SCORINGS, "both", {"window": 4, "sinks": True, "scale": 0.6})

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from operators import kept_for_backward
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -145,13 +146,7 @@ def test_linears_can_be_differentiated_twice() -> None:
 
 @pytest.mark.usefixtures("without")
 def test_what_is_kept_is_not_wide() -> None:
-    kept = list[Tensor]()
-
-    def keep(x: Tensor) -> Tensor:
-        kept.append(x)
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    with kept_for_backward() as kept:
         y = kernels.linear(draw(8, 16).requires_grad_(), draw(24, 16))
     assert y.requires_grad and [x.dtype for x in kept] == [torch.bfloat16]  # the weight: it gets no gradient itself
 

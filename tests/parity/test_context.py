@@ -10,7 +10,7 @@ import pytest
 import torch
 from extended_family import extended
 from layouts import DROPOUT, GPT2, LLAMA, OVER_CP, PARTS
-from operators import Operators
+from operators import Operators, kept_for_backward
 from oracle import Case, Measured, Run, measure, microbatches, model_of, tokens
 from pool import Pool
 from torch import Tensor
@@ -89,22 +89,17 @@ def counting(done: Done) -> Iterator[None]:
 
 def worked(case: Case, run: Run) -> Done:
     """What this rank does for the first microbatch."""
-    done, kept = Done(), dict[int, int]()
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if tensor.is_floating_point():
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
+    done = Done()
     with extended():
         mesh = Mesh.create(run.mesh)
         model = model_of(case, run, mesh)
         first = replace(microbatches(case, run, 0, mesh)[0], wanted=None)  # documents end without a label
         done.tokens = len(first.tokens)
         with counting(done), Operators(multiplied) as products:
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            with kept_for_backward() as tensors:
                 loss = model.chunks[0](None, first)
+            storages = [tensor.untyped_storage() for tensor in tensors if tensor.is_floating_point()]
+            kept = {storage.data_ptr(): storage.nbytes() for storage in storages}
             loss.backward()
         weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters.values()}
         done.products = products.found

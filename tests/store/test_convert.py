@@ -39,7 +39,7 @@ from tiny import (
 )
 from whole import Whole
 
-from megacore.models.registry import FAMILIES, configure
+from megacore.models.registry import configure
 from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.pattern import Pattern
 from megacore.parallel.weights.schema import Param, Schema, split_of
@@ -185,22 +185,6 @@ def test_any_chain_of_layouts_with_optimizer_state(
         shutil.rmtree(folder)
 
     chain()
-
-
-@pytest.mark.in_turn(10)
-@pytest.mark.quick
-@pytest.mark.parametrize("family", FAMILIES)
-def test_there_and_back_once(family: str, tmp_path: Path) -> None:
-    bits = hugging_face_folder(tmp_path / "hf", SECTIONS[family][0])
-    run(convert, tmp_path / "hf", tmp_path / "a", "--tp", "4", "--pp", "2")
-    run(reshard, tmp_path / "a", tmp_path / "b", "--tp", "2", "--pp", "2", "--chunks", "2")
-    assert_holds(tmp_path / "b", {"weights": bits}, {"weights": "BF16"})
-    run(convert, tmp_path / "b", tmp_path / "back", "--to", "hf")
-    one, other = ((tmp_path / f / "model.safetensors").read_bytes() for f in ("hf", "back"))
-    assert one[-64:] == other[-64:]
-    before, after = (load_file(tmp_path / f / "model.safetensors") for f in ("hf", "back"))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name].view(torch.int16), after[name].view(torch.int16)) for name in before)
 
 
 def test_the_safetensors_library_opens_all_files(tmp_path: Path) -> None:
