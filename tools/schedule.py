@@ -25,6 +25,7 @@ from megacore.training.traces import read_trace
 _COLORS: Mapping[Kind, str] = {"F": "#4878d0", "B": "#956cb4", "I": "#6acc64", "W": "#ee854a"}
 _WIDEST = 200
 """Characters of a line up to which a schedule is drawn in the terminal."""
+_SIZES = "stages", "microbatches", "chunks", "group", "times", "send"
 GAPS = 5
 """The gaps of a traced step that are told."""
 
@@ -34,18 +35,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(SCHEDULES)}; all that fit by default")
     parser.add_argument("--stages", type=count, metavar="P", help="pipeline stages")
     parser.add_argument("--microbatches", type=count, metavar="M", help="of a step")
-    parser.add_argument("--chunks", type=count, default=1, metavar="V", help="of each stage (1)")
+    parser.add_argument("--chunks", type=count, metavar="V", help="of each stage (1)")
     parser.add_argument(
         "--group", type=count, metavar="G", help="microbatches at most that take all chunks in turn (P)"
     )
     parser.add_argument(
         "--times",
         type=_times,
-        default=(1.0, 1.0, 1.0),
         metavar="F,I,W",
         help="of a forward, of input gradients and of weight gradients (1,1,1); 1,2,1 recomputes in full",
     )
-    parser.add_argument("--send", type=from_0, default=0.0, metavar="X", help="time of a message between stages (0)")
+    parser.add_argument("--send", type=from_0, metavar="X", help="time of a message between stages (0)")
     parser.add_argument(
         "--trace",
         type=Path,
@@ -65,17 +65,15 @@ def _run(arguments: argparse.Namespace) -> int:
     if (arguments.search is None) != (arguments.to is None):
         raise ValueError("--search RECIPE and --to FILE go together: give both")
     if arguments.search is not None:
-        if arguments.stages or arguments.microbatches or arguments.group or arguments.picture:
-            raise ValueError(
-                "--search has the sizes of its recipe: leave out --stages, --microbatches, --group and --picture"
-            )
+        if given := [*_given(arguments), *["--picture"] * bool(arguments.picture)]:
+            raise ValueError(f"--search has the sizes and times of its recipe: leave out {', '.join(given)}")
         schedule_search.run(arguments)
         return 0
     if arguments.trace is not None:
         return _compare(arguments)
     if arguments.stages is None or arguments.microbatches is None:
         raise ValueError("a schedule takes --stages and --microbatches, or --trace of a run")
-    stages, chunks, microbatches = arguments.stages, arguments.chunks, arguments.microbatches
+    stages, chunks, microbatches = arguments.stages, arguments.chunks or 1, arguments.microbatches
     if unknown := [name for name in arguments.names if name not in SCHEDULES]:
         raise ValueError(f"there is no schedule {unknown[0]}: choose from {', '.join(SCHEDULES)}")
     made, refused = dict[str, Schedule](), list[str]()
@@ -86,8 +84,8 @@ def _run(arguments: argparse.Namespace) -> int:
             refused.append(str(error))
     if arguments.names and refused:
         raise ValueError("\n".join(refused))
-    forward, inputs, weights = (time / chunks for time in arguments.times)
-    cost = Cost(forward, inputs, weights, arguments.send, kept=1 / chunks, waiting=1 / chunks)
+    forward, inputs, weights = (time / chunks for time in arguments.times or (1.0, 1.0, 1.0))
+    cost = Cost(forward, inputs, weights, arguments.send or 0.0, kept=1 / chunks, waiting=1 / chunks)
     timelines = {name: simulate(schedule, cost, placement_of(name)) for name, schedule in made.items()}
     if len(made) == 1 and cost == Cost(1 / chunks, 1 / chunks, 1 / chunks, 0.0, 1 / chunks, 1 / chunks):
         ((name, schedule),) = made.items()
@@ -104,10 +102,15 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _given(arguments: argparse.Namespace) -> list[str]:
+    """Return which of the options of sizes and times are given, of which a recipe and a traced step have their own."""
+    return [f"--{name}" for name in _SIZES if getattr(arguments, name) is not None]
+
+
 def _compare(arguments: argparse.Namespace) -> int:
     """Say what became of the schedule of a traced step."""
-    if arguments.names or arguments.stages or arguments.microbatches or arguments.group:
-        raise ValueError("--trace has its own schedule: leave out names, --stages, --microbatches and --group")
+    if given := [*arguments.names, *_given(arguments)]:
+        raise ValueError(f"--trace has its own schedule and times: leave out {', '.join(given)}")
     traced = read_trace(arguments.trace)
     found = ComparedSchedule.last(traced)
     planned, real = found.planned, found.real

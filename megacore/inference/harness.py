@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.tasks import TaskManager
+from tqdm import tqdm
 
 from megacore.inference.evaluation_data import LONGEST
 from megacore.inference.generation import Ending, generate
@@ -49,6 +50,11 @@ class HarnessModel(TemplateLM):
     def device(self) -> torch.device:
         """That of the weights."""
         return self._model.parameters.mesh.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0; its own ``rank`` would have the harness share out questions."""
+        return self._model.parameters.mesh.rank == 0
 
     @property
     def eot_token_id(self) -> int:
@@ -155,11 +161,12 @@ def load(tasks: Sequence[str], folder: Path | None = None, shots: int | None = N
 
 
 def measure(model: HarnessModel, tasks: Tasks, limit: int | None = None, bootstraps: int = 100_000) -> dict[str, Any]:
-    """Return what the harness says of a model on some tasks, the same on all ranks, which all call this. ``limit``: the
-    most questions of each task; None for all; ``bootstraps``: samples that errors without a formula come from."""
+    """Return what the harness says of a model on some tasks, the same on all ranks, which all call this; rank 0 alone
+    shows progress. ``limit``: the most questions of each task; None for all; ``bootstraps``: samples that errors
+    without a formula come from."""
     for task in tasks["tasks"].values():
         task.set_fewshot_seed(_SEED)
-    with _seeded(model.device):
+    with _seeded(model.device), nullcontext() if model.is_first else _without_bars():
         return evaluate(model, tasks, limit=limit, bootstrap_iters=bootstraps, log_samples=False)
 
 
@@ -187,6 +194,21 @@ def _seeded(device: torch.device) -> Iterator[None]:
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Have no progress bar drawn, also where the harness would always draw one."""
+    plain = tqdm.__init__
+
+    def hidden(self: tqdm, *arguments: Any, **named: Any) -> None:
+        plain(self, *arguments, **{**named, "disable": True})
+
+    tqdm.__init__ = hidden
+    try:
+        yield
+    finally:
+        tqdm.__init__ = plain
 
 
 _SEED = 1234

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -86,28 +87,36 @@ def test_every_byte_is_read_once(
     engine.assert_same_files(source.parents[2] / "one", tmp_path / "one", 4)
 
 
-def cannot_read(recipe: str, overrides: list[str], rank: int) -> str:
+def cannot_read(recipe: str, overrides: list[str], rank: int, error: Exception) -> str:
     plain, made = loader.assemble, 0
 
     def fails(*arguments: Any) -> Any:
         nonlocal made
         made += 1
         if made == 5:
-            raise StoreError("the disk is on fire")
+            raise error
         return plain(*arguments)
 
     patched = fails if dist.get_rank() == rank else plain
-    with mock.patch.object(loader, "assemble", patched), pytest.raises(StoreError) as error:
+    with mock.patch.object(loader, "assemble", patched), pytest.raises(StoreError) as raised:
         trainer(recipe, overrides)
-    return str(error.value)
+    return str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("world", "error", "told"),
+    [
+        (4, StoreError("the disk is on fire"), r"the disk is on fire"),
+        (2, ValueError("no such dtype"), r"ValueError: no such dtype \(test_reads.py, line \d+\)"),
+    ],
+    ids=["foreseen", "unforeseen"],
+)
 def test_a_rank_that_cannot_read_its_part_leaves_nobody_waiting(
-    pool: Pool, recipe: str, source: Path, tmp_path: Path
+    world: int, error: Exception, told: str, pool: Pool, recipe: str, source: Path, tmp_path: Path
 ) -> None:
     overrides = [f"out={tmp_path / 'run'}", f"checkpoint.resume={source}", "train.steps=9", *PRECISION]
-    (said,) = {*pool.run(4, cannot_read, recipe, overrides, 2)}
-    assert said.startswith("rank 2 (") and said.endswith("the disk is on fire")
+    (said,) = {*pool.run(world, cannot_read, recipe, overrides, world // 2, error)}
+    assert re.fullmatch(rf"rank {world // 2} \(.*\): {told}", said)
 
 
 # -- who opens what

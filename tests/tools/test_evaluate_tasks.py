@@ -1,12 +1,13 @@
 """`megacore evaluate --tasks`: what transformers finds, and lm-evaluation-harness by its own adapter of it."""
 
+import io
 import json
 import random
 import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,7 @@ from hub import save
 from pool import Pool
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
+from tqdm import tqdm
 
 import megacore.inference
 from megacore.data import tokenizer
@@ -191,6 +193,7 @@ def test_data_or_tasks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
 def double(lm: Any, tasks: Any, **_: Any) -> dict[str, Any]:
     """Ask a model, and leave random numbers behind."""
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    list(tqdm(range(3), desc="asked", disable=False))
     asked = [
         (None, lm.tok_encode(context) or [lm.prefix_token_id], lm.tok_encode(more, False)) for context, more in PAIRS
     ]
@@ -198,6 +201,23 @@ def double(lm: Any, tasks: Any, **_: Any) -> dict[str, Any]:
     scores, made = lm._loglikelihood_tokens(asked), lm.generate_until(requests)
     told = {"alias": "own", "sum,none": sum(each for each, _ in scores), "sum_stderr,none": "N/A"}
     return {"results": {"own": told | {"made,strict": zlib.crc32("|".join(made).encode()), "made_stderr,strict": 0.5}}}
+
+
+def shown(folder: Path) -> str:
+    """What one rank shows while it is asked."""
+    texts, shows = Texts.of(open_folder(folder)), io.StringIO()
+    with doubled(), redirect_stderr(shows):
+        from megacore.inference import harness
+
+        model = model_from(open_folder(folder), Mesh.create(MeshShape(tp=2)), torch.float32)
+        harness.measure(harness.HarnessModel(model, texts), {"tasks": {}})
+        list(tqdm(range(3), desc="behind"))
+    return shows.getvalue()
+
+
+def test_rank_0_alone_shows_progress(folder: Path, pool: Pool) -> None:
+    first, second = pool.run(2, shown, folder)
+    assert "asked" in first and "asked" not in second and "behind" in second
 
 
 class DoubleLM:

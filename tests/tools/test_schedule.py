@@ -91,7 +91,7 @@ def test_a_step_is_laid_on_its_schedule(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (["--trace", "a.json"], "--trace has its own schedule: leave out names, --stages, --microbatches and --group"),
+        (["--trace", "a.json", "--chunks", "2"], "--trace has its own schedule and times: leave out --stages, --micro"),
         (["zbh"], "there is no schedule zbh: choose from gpipe, 1f1b"),
         (["zb-h1", "--chunks", "2"], "zb-h1 runs one chunk per stage, not chunks=2: choose zb-interleaved"),
         (["zb-v", "--chunks", "2", "--group", "4"], "zb-v has no groups of microbatches: leave out group=4, or choose"),
@@ -107,6 +107,13 @@ def test_what_cannot_be_is_said(capsys: pytest.CaptureFixture[str], given: list[
     except SystemExit as ended:  # of argparse
         assert ended.code == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--chunks 2", "--times 1,2,1", "--send 0", "--group 4"])
+@pytest.mark.parametrize("given", ["--trace a.json", "--search r.yaml --to o.json"])
+def test_sizes_beside_what_has_its_own(capsys: pytest.CaptureFixture[str], given: str, option: str) -> None:
+    assert main([*given.split(), *option.split()]) == 2
+    assert f"leave out {option.split(maxsplit=1)[0]}\n" in capsys.readouterr().err
 
 
 def test_what_is_neither_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +154,7 @@ def test_an_order_is_searched_for_within_the_memory(
         (SEARCH[2:], "--search RECIPE and --to FILE go together"),
         ([*SEARCH, "--to", "."], "--to .: give the name of a file in a folder that is there"),
         ([*SEARCH, "--to", "nowhere/order.json"], "--to nowhere/order.json: give the name"),
-        ([*SEARCH, "--stages", "4"], "leave out --stages, --microbatches, --group and --picture"),
+        ([*SEARCH, "--stages", "4"], "has the sizes and times of its recipe: leave out --stages"),
         ([*SEARCH, "mesh.pp=1"], "mesh.pp is 1: an order is one of the stages of a pipeline"),
         ([*SEARCH, "mesh.tp=5"], "tp"),
     ],

@@ -94,7 +94,7 @@ class Loader:
             read = _StateRead(folder, state, folder.fingerprints(state))
             return read, list(self._planned(read, names))
 
-        (read, planned), errors = self._control.attempt(begin), list[StoreError]()
+        (read, planned), errors = self._control.attempt(begin), list[Exception]()
         self._reads.append(read)
         own = [(target, part) for target in planned for part in target.slices if part.reader == target.replicas.index]
         folder.bring(state, [copy for _, part in own for copy in part.copies])
@@ -148,7 +148,7 @@ class Loader:
                 yield under_way.popleft()
         yield from under_way
 
-    def _received(self, target: _Target, coming: Iterator[Future[Tensor]], errors: list[StoreError]) -> Tensor:
+    def _received(self, target: _Target, coming: Iterator[Future[Tensor]], errors: list[Exception]) -> Tensor:
         """Return a tensor, put together from what this rank and its replicas read."""
         whole = torch.empty(target.stored.shape, dtype=getattr(torch, NUMBERS[target.dtype]))
         for part in target.slices:
@@ -160,14 +160,14 @@ class Loader:
         return whole
 
     def _sent(
-        self, part: _Slice, group: Group, dtype: torch.dtype, coming: Iterator[Future[Tensor]], errors: list[StoreError]
+        self, part: _Slice, group: Group, dtype: torch.dtype, coming: Iterator[Future[Tensor]], errors: list[Exception]
     ) -> Tensor:
         """Return a slice in host memory, from whoever reads it."""
         device, read = self._parameters.mesh.device, None
         if part.reader == group.index:
             try:
                 read = next(coming).result()
-            except StoreError as error:  # the others wait for something
+            except Exception as error:  # whatever it is: the others wait for something
                 errors.append(error)
         if group.size == 1 and read is not None:
             return read
