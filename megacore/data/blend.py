@@ -39,12 +39,7 @@ class Blend:
     """
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[float]) -> None:
-        if len(sources) != len(weights):
-            raise ValueError(f"a blend of {len(sources)} corpora has {len(weights)} weights: give one for each")
-        if len(lengths := {source.length for source in sources}) > 1:
-            raise ValueError(f"the corpora of a blend have samples of lengths {sorted(lengths)}: choose one")
         self.sources = tuple(sources)
-        self.length = sources[0].length if sources else 0
         self._quotas = quotas(weights)
         corpus = np.repeat(np.arange(len(sources)), self._quotas)
         rank = np.concatenate([np.arange(quota) for quota in self._quotas])

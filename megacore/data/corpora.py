@@ -142,8 +142,7 @@ def _split_examples(
     def packed(chosen: npt.NDArray[np.int64], name: str) -> Source:
         if corpus.least:
             chosen = of_least([(chosen, examples.lengths[chosen])], corpus.least, f"{corpus.path} {name}")
-        rules = config.chat.pack, name, config.example_tokens
-        made = Packed(examples, data.sequence_length, data.seed, chosen, *rules)
+        made = Packed(examples, data.sequence_length, data.seed, chosen, config.chat.pack, config.example_tokens)
         rows = f"{made.per_epoch:,} rows of {made.length:,} tokens, {made.fill:.1%} full"
         remarks.append(f"  {name}: {chosen.size:,} {_unit(config)} in {rows}")
         return made

@@ -43,8 +43,9 @@ class Packed:
     """The samples of some examples, in epochs of `per_epoch` rows, each in an order that belongs to (seed, epoch).
 
     Which examples share a row is the same in every epoch. What is left of a row is padding: a document of its own, of
-    which nothing counts. The two documents of a pair lie one after the other. ``room``: the most tokens of examples in
-    a row; None: one more than its length, the last of which is predicted alone. ValueError if there are no examples.
+    which nothing counts. The two documents of a pair lie one after the other. ``chosen``: of the examples some, one at
+    least; None for all; ``room``: the most tokens of examples in a row; None: one more than its length, the last of
+    which is predicted alone.
     """
 
     def __init__(
@@ -54,12 +55,9 @@ class Packed:
         seed: int,
         chosen: Integers | None = None,
         pack: bool = True,
-        name: str = "examples",
         room: int | None = None,
     ) -> None:
         chosen = np.arange(examples.count) if chosen is None else chosen.astype(np.int64)
-        if not chosen.size:
-            raise ValueError(f"{name} has no examples: add some, or give this split a larger fraction")
         self.length = length
         self.examples, self._seed = examples, seed
         chosen = chosen[shuffled(chosen.size, seed, Purpose.DOCUMENTS)]

@@ -19,7 +19,7 @@ Words = TypeVar("Words", int, npt.NDArray[Any])
 
 
 class Permutation:
-    """A permutation of range(count), drawn by ``keys``, ROUNDS words from 0 to 2^64 - 1.
+    """A permutation of range(count), of one number at least, drawn by ``keys``, ROUNDS words from 0 to 2^64 - 1.
 
     A number is a pair (row, column) of a table that holds at least ``count`` pairs. The rounds are those of a Feistel
     network: by turns they add to the row what belongs to the column, and to the column what belongs to the row. A
@@ -28,8 +28,6 @@ class Permutation:
     """
 
     def __init__(self, count: int, keys: Sequence[int]) -> None:
-        if count < 1 or len(keys) != ROUNDS:
-            raise ValueError(f"a permutation is of 1 or more numbers, by {ROUNDS} keys: not {count}, by {len(keys)}")
         self.count = count
         self._keys = tuple(int(key) for key in keys)
         self._columns = isqrt(count - 1) + 1

@@ -69,9 +69,6 @@ class Sample:
 class Source(Protocol):
     """An endless sequence of samples, each a function of its index alone."""
 
-    @property
-    def length(self) -> int: ...
-
     def sample(self, index: int) -> Sample: ...
 
 
@@ -86,11 +83,9 @@ def split_documents(documents: int, fraction: float, seed: int) -> tuple[npt.NDA
     """Hold out each document with probability `fraction`, by a hash of (seed, its index); never all and never none ->
     (those to train on, those held out), each ascending.
 
-    fraction = 0 holds out nothing. A document stays on its side when others are appended, but for the one that is
-    held out or kept so that neither side is empty. ValueError if there are too few documents for two sides.
+    ``fraction``: from [0, 1); 0 holds out nothing. A document stays on its side when others are appended, but for the
+    one that is held out or kept so that neither side is empty. ValueError if there are too few documents for two sides.
     """
-    if not 0 <= fraction < 1:
-        raise ValueError(f"the validation fraction is {fraction}: choose it from [0, 1)")
     if fraction == 0:
         return np.arange(documents), np.arange(0)
     if documents < 2:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, takewhile
 from pathlib import Path
@@ -101,11 +101,9 @@ class DocumentFiles:
     def documents(self) -> Iterator[Document]:
         """Yield all documents, in the order of the paths. Raises StoreError: something cannot be read, or is no
         document."""
-        try:
+        with _in_words():
             for path in self.paths:
                 yield from self._of_tokens(path) if is_tokens(path) else self._of_files(path)
-        except (InputError, OSError, ValueError) as error:
-            raise StoreError(str(error)) from error
 
     def _checked(self, path: Path, tokens: Integers) -> Integers:
         least, largest = int(tokens.min(initial=0)), int(tokens.max(initial=0))
@@ -147,12 +145,10 @@ class DocumentFiles:
     def pairs(self) -> Iterator[Sequence[Document]]:
         """Yield what was chosen and what was rejected of all rows. Raises StoreError: as :meth:`documents`, or a row is
         none of these."""
-        try:
+        with _in_words():
             for path in self.paths:
                 for file in text.find_files([path]):
                     yield from self._rows(text.cut(file), None)
-        except (InputError, OSError, ValueError) as error:
-            raise StoreError(str(error)) from error
 
     @property
     def are_pairs(self) -> bool:
@@ -160,11 +156,9 @@ class DocumentFiles:
         first = next(iter(self.paths), None)
         if first is None or is_tokens(first):
             return False
-        try:
-            file = next(iter(text.find_files([first])), None)
+        with _in_words():
+            file = next(text.find_files([first]), None)
             return file is not None and _format(text.cut(file)) == PREFERENCES
-        except (InputError, OSError, ValueError) as error:
-            raise StoreError(str(error)) from error
 
     def _rows(self, pieces: Sequence[FileRange], count: TrainOn | None) -> Iterator[list[Document]]:
         """Yield the documents of each row, of which so much counts; None: those of a pair."""
@@ -185,9 +179,16 @@ class DocumentFiles:
 def data_files(path: Path, split: str | None) -> Sequence[Path]:
     """Return the files that a path, or the name of a data set of the hub, stands for. Raises StoreError: there is no
     such data set or split."""
-    try:
+    with _in_words():
         return data_sets.held_out_files(str(path), split)
-    except InputError as error:
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    """Turn what is wrong with the data within this block into a StoreError."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
         raise StoreError(str(error)) from error
 
 

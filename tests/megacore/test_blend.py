@@ -74,10 +74,3 @@ def test_the_order_is_pinned():
 def test_bad_weights_are_named(weights, message):
     with pytest.raises(ValueError, match=message):
         blend(*weights)
-
-
-def test_sources_that_do_not_go_together_are_named():
-    with pytest.raises(ValueError, match="2 corpora has 1 weights"):
-        Blend([Numbered(0), Numbered(1)], [1])
-    with pytest.raises(ValueError, match=r"lengths \[1, 2\]"):
-        Blend([Numbered(0), Numbered(1, length=2)], [1, 1])
