@@ -32,8 +32,11 @@ from benchmarks import interleaved, results
 from benchmarks.finetune_work import Work
 from benchmarks.interleaved import Group, Job, Mode, Row
 from benchmarks.results import Bar
-from megacore.data.examples import Examples
+from megacore.config import ChatConfig
+from megacore.data.examples import ExampleFiles, Examples, Preparation
+from megacore.data.model_tokenizer import ModelFiles
 from megacore.data.packing import Packed
+from megacore.store.weight_folders.hugging_face import HuggingFace
 
 ROOT = Path(__file__).resolve().parent.parent
 FULL, ADAPTERS = Group("all weights", 1), Group("LoRA", 1)
@@ -77,7 +80,10 @@ def prepare(model: Path, folder: Path, facts: int, length: int, rows: int, accum
     chats = [sys.executable, str(ROOT / "launch" / "api_chats.py"), str(folder), "--facts", str(facts)]
     subprocess.run(chats, check=True, capture_output=True)
     work = Work(model.resolve(), folder / "train.jsonl", folder / "prepared.jsonl", length, rows, accumulation)
-    examples = prepared(work, folder)
+    source = HuggingFace.open(work.model)
+    files = ModelFiles(source.companions(), source.raw, source.config.vocab_size)
+    given = ExampleFiles(str(work.chats), [work.chats])
+    examples = Preparation(given, folder / "examples", ChatConfig(), work.length, files).examples()
     with open(work.prepared, "w", encoding="utf-8") as file:
         for index in range(examples.count):
             tokens, counted = examples.example(index)
@@ -85,18 +91,6 @@ def prepare(model: Path, folder: Path, facts: int, length: int, rows: int, accum
             file.write(json.dumps(made) + "\n")
     work.write(folder / "work.json")
     return folder / "work.json", examples
-
-
-def prepared(work: Work, folder: Path) -> Examples:
-    from megacore.config import ChatConfig
-    from megacore.data.examples import ExampleFiles, Preparation
-    from megacore.data.model_tokenizer import ModelFiles
-    from megacore.store.weight_folders.hugging_face import HuggingFace
-
-    source = HuggingFace.open(work.model)
-    files = ModelFiles(source.companions(), source.raw, source.config.vocab_size)
-    chats = ExampleFiles(str(work.chats), [work.chats])
-    return Preparation(chats, folder / "examples", ChatConfig(), work.length, files).examples()
 
 
 def speeds(row: Row) -> list[float]:
@@ -153,7 +147,7 @@ def main() -> None:
             f"{known.tokens / known.examples:.0f} on average; the loss counts {known.counted / known.tokens:.0%} of "
             f"them; our rows are {fill:.1%} full"
         )
-        modes = interleaved.available(MODES, machine.peers, machine.pythons, arguments.shape, arguments.only)
+        modes = interleaved.available(MODES, machine, arguments)
         modes = [replace(mode, options=(*mode.options, "--work", str(work))) for mode in modes]
         job = Job(arguments.shape, "bf16", arguments.warm_up, arguments.steps)
         rows = interleaved.measure(machine, modes, job, arguments.rounds, ANCHOR, arguments.anchor_every)

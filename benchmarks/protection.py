@@ -9,7 +9,6 @@ still (SIGSTOP) while the other does its steps, and then the other way round.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import statistics
@@ -29,6 +28,7 @@ from benchmarks import results
 from benchmarks.processes import family
 from benchmarks.recovery import ROOT, write_corpus
 from megacore.launcher.command import VARIABLES
+from megacore.training import metrics
 
 LIMIT_S = 900.0
 PROTECTIONS: Mapping[str, Sequence[str]] = {
@@ -48,18 +48,6 @@ def command(way: str, given: Sequence[str]) -> list[str]:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
         return [*torchrun, "--max-restarts", "1000", "-m", "megacore.training", *given]
     return [sys.executable, "-m", "megacore.tools.main", "train", *given]
-
-
-def last_step(metrics: Path) -> int:
-    if not metrics.exists():
-        return 0
-    lines = metrics.read_bytes().splitlines()
-    for line in reversed(lines):
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, KeyError):  # just being written
-            continue
-    return 0
 
 
 @dataclass
@@ -88,15 +76,20 @@ class Paused:
     def turn(self, steps: int) -> list[float]:
         """Let it do so many steps and two more -> the seconds of those."""
         self._signal(signal.SIGCONT)
-        first = last_step(self.out / "metrics.jsonl") + 2
+        first = self.last_step + 2
         deadline = time.monotonic() + LIMIT_S
-        while last_step(self.out / "metrics.jsonl") < first + steps:
+        while self.last_step < first + steps:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"{self.way}: it does not train\n{Path(self.log.name).read_text()[-2000:]}")
             time.sleep(0.01)
         self._signal(signal.SIGSTOP)
-        lines = map(json.loads, (self.out / "metrics.jsonl").read_text().splitlines())
-        return [line["seconds_per_step"] for line in lines if first < line["step"] <= first + steps]
+        records = metrics.read(self.out / metrics.METRICS)
+        return [each["seconds_per_step"] for each in records if first < each["step"] <= first + steps]
+
+    @property
+    def last_step(self) -> int:
+        records = metrics.newest(self.out / metrics.METRICS)
+        return int(records[-1]["step"]) if records else 0
 
     def end(self) -> None:
         self._signal(signal.SIGKILL)

@@ -15,8 +15,7 @@ class MatMul:
     """``batch`` matrix products [m, k] x [k, n] in one call. ``m, n, k, batch``: the sizes: of a linear m are tokens, n
     outputs and k inputs in the forward. In the attention, whose two products count as one, m n is twice the pairs of a
     query and a key that it looks at; ``dtype``: the dtype as torch calls it: "bfloat16"; ``attention``: whether it is
-    part of a kernel that softens the scores too; ``weight``: whether the second factor is a weight; ``grouped``:
-    whether rows go to groups, as to experts."""
+    part of a kernel that softens the scores too; ``weight``: whether the second factor is a weight."""
 
     m: int
     n: int
@@ -25,7 +24,6 @@ class MatMul:
     dtype: str = "bfloat16"
     attention: bool = False
     weight: bool = False
-    grouped: bool = False
 
     @property
     def flops(self) -> int:

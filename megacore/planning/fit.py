@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -387,10 +388,10 @@ def _keeping(setting: Setting, kept: Sequence[Kept]) -> Setting:
 
 
 def spelled(value: object) -> str:
-    """Return the text of a recipe that is a value of all stages, or one for each."""
-    each = value if isinstance(value, tuple) else (value,)
-    text = ",".join(str(one).lower() for one in each)
-    return f"[{text}]" if isinstance(value, tuple) else text
+    """Return the text of a value in an override; of a tuple, such as one of each stage, that of a list."""
+    if isinstance(value, tuple):
+        return f"[{','.join(map(spelled, value))}]"
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def _divisors(number: int) -> list[int]:

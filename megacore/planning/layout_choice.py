@@ -54,7 +54,7 @@ def overrides_of_nodes(
         way_out = f"start with NNODES={fits_from}:{most}" if fits_from <= most else "give more nodes"
         raise ConfigError([f"{text}; or {way_out}" for text in wrong.values()])
     moved = [key for key in KEYS if any(_value(each, key) != _value(config, key) for each in found.values())]
-    return {nodes: [f"{key}={_text(_value(each, key))}" for key in moved] for nodes, each in found.items()}
+    return {nodes: [f"{key}={spelled(_value(each, key))}" for key in moved] for nodes, each in found.items()}
 
 
 def layout_on(config: Config, model: ModelConfig, world: int, processes: int) -> Config | str:
@@ -101,7 +101,7 @@ def _planned(config: Config, model: ModelConfig, world: int, processes: int) -> 
     cluster = Cluster(replace(device, per_node=processes), tflops)
     base = setting_of(alone(config), model, 1, kind)
     for each in fit(base, world, cluster):
-        yield changed(config, [f"{key}={_text(value)}" for key, value in overrides(each, config).items()])
+        yield changed(config, [f"{key}={spelled(value)}" for key, value in overrides(each, config).items()])
 
 
 def overrides(each: Candidate, config: Config) -> Mapping[str, object]:
@@ -129,7 +129,3 @@ def _problems(config: Config, model: ModelConfig, world: int, processes: int) ->
 def _value(config: Config, key: str) -> object:
     section, name = key.split(".")
     return getattr(getattr(config, section), name)
-
-
-def _text(value: object) -> str:
-    return "null" if value is None else f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)

@@ -433,7 +433,7 @@ def test_fp8_is_of_the_products_of_blocks() -> None:
     narrow = Cluster(H100.device, H100.device.tflops("fp8"))
     wide, fast = estimate(made, H100).compute, estimate(replace(made, fp8=True), narrow).compute
     assert 1.2 < wide / fast < 1.8
-    attention, experts = MatMul(8192, 8193, 128, 32, attention=True), MatMul(2048, 1024, 512, 8, grouped=True)
+    attention, experts = MatMul(8192, 8193, 128, 32, attention=True), MatMul(2048, 1024, 512, 8)
     for other in (attention, experts, MatMul(4096, 128, 2048, dtype="float32")):  # weight gradients, and a router
         assert narrow.product_s(other) == H100.product_s(other)
     forward = replace(experts, weight=True, dtype="float8_e4m3fn")
@@ -462,7 +462,7 @@ def test_adapters_are_planned_in_bf16() -> None:
     block = ActivationMemory.of(made).chunks[0][1]
     products = [*block.forward.products, *block.backward.products]
     found = {each.dtype.startswith("float8") for each in products if 24 in (each.m, each.n, each.k)}
-    assert found == {False} and any(each.dtype == "float8_e4m3fn" and each.grouped for each in products)
+    assert found == {False} and any(each.dtype == "float8_e4m3fn" and each.batch > 1 for each in products)
     adapters = [each for each in Shares.of(made).stages[0] if "rank" in each.param.sentence.axes]
     assert adapters and not any(cast(each, made, 0) for each in adapters)
 

@@ -581,7 +581,7 @@ def _of_groups(given: Mapping[str, Any]) -> tuple[MatMul, int]:
     a, b, groups = given["self"], given["mat2"], len(given["offs"])
     each = -(-a.shape[0 if b.dim() == 3 else 1] // groups)
     m, k = (each, a.shape[1]) if b.dim() == 3 else (a.shape[0], each)
-    return MatMul(m, b.shape[-1], k, groups, _name(a), grouped=True), 1
+    return MatMul(m, b.shape[-1], k, groups, _name(a)), 1
 
 
 def _of_sequences(given: Mapping[str, Any]) -> tuple[MatMul, int]:
@@ -706,9 +706,14 @@ class _SilentMesh(Mesh):
     def watched(self, seen: _Watch) -> Iterator[None]:
         """Tell messages to the watch; torch takes the groups for its own."""
         self.seen = seen
+        known: dict[Any, dict[int, int]] = dist.distributed_c10d._world.pg_group_ranks
         groups = {group: {rank: at for at, rank in enumerate(group.ranks)} for group in self._silent.values()}
-        with patch.dict(dist.distributed_c10d._world.pg_group_ranks, groups):
+        known.update(groups)  # patch.dict would empty it for a moment, while other threads may send
+        try:
             yield
+        finally:
+            for group in groups:
+                del known[group]
 
     @cached_property
     def _silent(self) -> dict[tuple[int, ...], Any]:
