@@ -261,7 +261,6 @@ def activation_after(parameters: Parameters, name: str, activation: str) -> nn.M
     """Return the activation of what ``name.weight`` gives, gated where that has a piece ``gate``.
 
     Args:
-        parameters: This rank's.
         name: Prefix of the weight.
         activation: One of :data:`models.anatomy.ACTIVATIONS`, or of ``GATES`` there where it is gated; or xielu, whose
             weights stand in ``name.xielu``.
@@ -337,7 +336,6 @@ class FeedForward(nn.Module):
     """Feed-forward network, gated where ``name.up`` has a piece ``gate``. x: [tokens/tp, embed] -> same.
 
     Args:
-        parameters: This rank's.
         name: Prefix of ``.up`` and ``.down``.
         activation: That of :func:`activation_after`.
         factors: Those of what gates and of what is gated; empty: there are none.

@@ -25,9 +25,7 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
     """Return the modules of one pipeline chunk of this rank, over parameters that the layout has cut.
 
     Args:
-        anatomy: The whole model's.
         sizes: Those of the axes of its weights.
-        parameters: This rank's.
         chunk: The number of the chunk on this rank.
     """
     from torch import nn

@@ -397,7 +397,6 @@ def active_elements(config: ModelConfig, schema: Schema, param: Param) -> int:
     which as many do nothing as of all, else all.
 
     Args:
-        config: The model's.
         schema: Its weights, or those of a run of it, with adapters.
         param: One of them.
     """
@@ -414,7 +413,6 @@ def active_parameters(config: ModelConfig, schema: Schema | None = None) -> int:
     The embedding and the head count whole, as in published numbers ("30B-A3B").
 
     Args:
-        config: The model's.
         schema: The weights of a run of it, if not the model's own.
     """
     schema = schema or config.schema
@@ -435,7 +433,6 @@ def matmul_parameters(config: ModelConfig, schema: Schema | None = None) -> int:
     are only looked up at the first stage. What several layers share counts for each of them.
 
     Args:
-        config: The model's.
         schema: The weights of a run of it, if not the model's own.
     """
     schema = schema or config.schema

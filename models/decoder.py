@@ -192,7 +192,6 @@ class TokenEmbedding(nn.Module):
     """microbatch -> [tokens/tp, embed]; the row of ``padding_idx`` gets no gradient from being looked up.
 
     Args:
-        parameters: This rank's.
         name: That of the table.
         vocab: Size of the vocabulary without padding.
         padding_idx: That of :class:`~parallel.layers.embedding.VocabParallelEmbedding`.
@@ -232,7 +231,6 @@ class PositionEmbedding(nn.Module):
     """microbatch -> [tokens/tp, embed]: tokens plus positions, each rank's own.
 
     Args:
-        parameters: This rank's.
         tokens: The name of the table of tokens.
         positions: That of the positions that are learned, or what gives those that are not, [t] -> [t, embed].
         vocab: Size of the vocabulary without padding.
@@ -302,7 +300,6 @@ class Prediction(nn.Module):
     arXiv 2412.19437, section 2.2). x: [tokens/tp, embed], normalised for the head -> same.
 
     Args:
-        embedding: The model's.
         proj: Makes one of the embedding of the tokens ahead and the hidden states, side by side.
         block: The transformer block.
         embed_norm, hidden_norm: The norms of what ``proj`` is given.

@@ -18,7 +18,6 @@ class LayerInputs(nn.Module):
     whole on each rank, which has its own tokens.
 
     Args:
-        parameters: This rank's.
         name: Prefix of ``.embed``, ``.proj``, ``.gate`` and ``.out``.
         vocab: Rows of the table without padding; tokens beyond them have the first one.
         padding_idx: That of :class:`~parallel.layers.embedding.VocabParallelEmbedding`.

@@ -248,7 +248,6 @@ def _pair(schema: Schema, chosen: Sequence[LinearTarget], parameters: Sequence[L
     """Return A and B of one weight, of which some linears have adapters.
 
     Args:
-        schema: The model's.
         chosen: Those linears.
         parameters: All of the model that are parameters to transformers, and have adapters.
     """

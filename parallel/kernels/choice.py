@@ -295,7 +295,6 @@ def chosen(device: torch.device, compiled: bool, dtype: torch.dtype) -> str:
     """Return what was chosen for a GPU, in a line; of a CPU nothing, but where products of ``dtype`` are upcast.
 
     Args:
-        device: The device.
         compiled: Whether blocks are compiled.
         dtype: That of weights and activations.
     """
