@@ -208,12 +208,9 @@ class Table:
             stored: Its sentence of what is projected, where it differs.
         """
         each, hf_of = "(state_heads each)", "linear_attn.{}".format
-        convolution = self.row(
-            "delta.conv.weight", f"({STATE_QKV}) one taps", hf_of(f"{conv}.weight"), std=self.std, vector=True
-        )
         return (
             *self.linear("delta.inner", inner, "embed", hf_of(hf), stored=stored and f"{stored} embed"),
-            convolution,
+            *self.convolution("delta.conv", f"({STATE_QKV})", hf_of(conv)),
             # Of decays spread evenly from 0.01 to 16.
             self.row("delta.fade", each, hf_of("A_log"), mean=8.005, std=4.616, uniform=True, log=True),
             self.row("delta.fade_bias", each, hf_of("dt_bias"), mean=1.0),
@@ -257,7 +254,7 @@ class Table:
         inner = f"(z: state_heads state_value + {STATE_XBC} + dt: state_heads)"
         return (
             *self.linear("ssm.inner", inner, "embed", f"{hf}.in_proj", bias=bias),
-            *self._convolution("ssm.conv", f"({STATE_XBC})", f"{hf}.conv1d", bias=conv_bias),
+            *self.convolution("ssm.conv", f"({STATE_XBC})", f"{hf}.conv1d", bias=conv_bias),
             self.row("ssm.fade", "state_heads", f"{hf}.A_log", **FADES),
             self.row("ssm.step", "state_heads", f"{hf}.dt_bias", **STEPS),
             self.row("ssm.skip", "state_heads", f"{hf}.D", mean=1.0),
@@ -265,8 +262,8 @@ class Table:
             *self.linear("ssm.out", "embed", "(state_heads state_value)", f"{hf}.out_proj", bias=out_bias, ends=True),
         )
 
-    def _convolution(self, name: str, channels: str, hf: str, *, bias: bool = True) -> Rows:
-        """Return a short convolution of each channel, and its bias."""
+    def convolution(self, name: str, channels: str, hf: str, *, bias: bool = False) -> Rows:
+        """Return a short convolution of each channel, and its bias where it has one."""
         weight = self.row(f"{name}.weight", f"{channels} one taps", f"{hf}.weight", std=self.std, vector=True)
         return (weight, self.row(f"{name}.bias", channels, f"{hf}.bias")) if bias else (weight,)
 
@@ -288,7 +285,7 @@ class Table:
         fades = {"mean": (1 + key) / 2, "std": (key - 1) / 12**0.5, "uniform": True, "log": True, "vector": True}
         return (
             *self.linear("ssm.inner", "(x: channels + z: channels)", "embed", f"{hf}.in_proj", bias=bias),
-            *self._convolution("ssm.conv", "channels", f"{hf}.conv1d", bias=conv_bias),
+            *self.convolution("ssm.conv", "channels", f"{hf}.conv1d", bias=conv_bias),
             *self.linear("ssm.select", "(dt: dt_latent + b: state_key + c: state_key)", "channels", f"{hf}.x_proj"),
             *(
                 row
@@ -311,7 +308,7 @@ class Table:
         fades = {"mean": 0.056, "std": 0.0318, "uniform": True, "log": True}
         return (
             *self.linear("lru.inner", f"(x: {channels} + z: {channels})", "embed", f"{hf}.linear_{{x,y}}", bias=True),
-            *self._convolution("lru.conv", f"({channels})", f"{hf}.conv_1d"),
+            *self.convolution("lru.conv", f"({channels})", f"{hf}.conv_1d", bias=True),
             self.row("lru.gates", f"state_heads state_given {gates}", f"{both}_weight", std=self.std),
             self.row("lru.gates_bias", f"state_heads {gates}", f"{both}_bias", vector=True),
             self.row("lru.fade", f"({channels})", f"{hf}.rg_lru.recurrent_param", **fades),
@@ -323,7 +320,7 @@ class Table:
         inner = "(b: channels + c: channels + x: channels)"
         return (
             *self.linear("short.inner", inner, "embed", "conv.in_proj", bias=bias),
-            *self._convolution("short.conv", "channels", "conv.conv", bias=bias),
+            *self.convolution("short.conv", "channels", "conv.conv", bias=bias),
             *self.linear("short.out", "embed", "channels", "conv.out_proj", bias=bias, ends=True),
         )
 

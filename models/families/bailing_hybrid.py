@@ -12,8 +12,7 @@ from megacore.models.latent_config import LatentConfig
 from megacore.models.layer_types import HybridConfig
 from megacore.models.presets import shape, tiny_latent
 from megacore.models.rope_config import Convention
-from megacore.models.weight_rows import STATE_QKV, STATE_VALUES, Rows, Table, in_layers
-from megacore.parallel.weights.schema import Param
+from megacore.models.weight_rows import FADES, STATE_QKV, STATE_VALUES, STEPS, Rows, Table, in_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,17 +82,13 @@ class BailingHybridConfig(HybridConfig, LatentConfig, TypedLayersConfig):
 
     def delta_rule(self, t: Table) -> Rows:
         """Return the rows of the layers that follow the delta rule."""
-        name, theirs, keys = "layers.{layer}.delta", f"{t.layer}.attention", "state_heads each state_key"
+        keys = "state_heads each state_key"
         inner = f"({STATE_QKV} + z: {STATE_VALUES} + b: state_heads each + f: {keys})"
-        conv = f"{theirs}.{{q,k,v}}_conv1d.weight"
         return (
             *t.linear("delta.inner", inner, "embed", "attention.{q,k,v,g,b,f}_proj"),
-            Param(f"{name}.conv.weight", f"({STATE_QKV}) one taps", conv, std=t.std, vector=True),
-            # Of rates spread evenly from 1 to 16, and of steps from 0.001 to 0.1.
-            Param(f"{name}.fade", "(state_heads each)", f"{theirs}.A_log", mean=8.5, std=4.33, uniform=True, log=True),
-            Param(
-                f"{name}.fade_bias", f"({keys})", f"{theirs}.dt_bias", mean=0.0505, std=0.0285, uniform=True, log=True
-            ),
+            *t.convolution("delta.conv", f"({STATE_QKV})", "attention.{q,k,v}_conv1d"),
+            t.row("delta.fade", "(state_heads each)", "attention.A_log", **FADES),
+            t.row("delta.fade_bias", f"({keys})", "attention.dt_bias", **STEPS),
             *t.norm("delta.norm", "attention.o_norm", "state_value"),
             *t.linear("delta.out", "embed", f"({STATE_VALUES})", "attention.dense", ends=True),
         )
