@@ -154,10 +154,8 @@ def cast_transpose(device: torch.device) -> ModuleType | None:
     return _fused("cast_transpose", device)
 
 
-def grouped_products(*weights: Tensor) -> grouped.GroupedProducts:
-    """Return what multiplies the rows of experts with these weights, each [experts, out, in]: torch's kernel, or a
-    loop."""
-    return grouped.products(*weights)
+grouped_products = grouped.products
+"""What multiplies the rows of experts with their weights: torch's kernel, or a loop."""
 
 
 def _unless_compiled(
