@@ -303,12 +303,7 @@ class ModelConfig(ABC):
     @classmethod
     def readable(cls) -> set[str]:
         """Return the fields of a ``config.json`` that say something of the model."""
-        return {field.name for field in fields(cls) if field.name not in OTHERWISE} | cls._consumed()
-
-    @classmethod
-    def _consumed(cls) -> set[str]:
-        """Return the fields that ``_read`` reads beside those of the dataclass."""
-        return {*cls.reads}
+        return {field.name for field in fields(cls) if field.name not in OTHERWISE} | cls.reads
 
     @classmethod
     def _unsupported(cls, config: Mapping[str, Any]) -> list[str]:

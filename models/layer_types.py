@@ -62,8 +62,8 @@ class LayerTypesConfig(DecoderConfig):
         return values, problems
 
     @classmethod
-    def _consumed(cls) -> set[str]:
-        return super()._consumed() | ({cls.interval} if cls.interval else set())
+    def readable(cls) -> set[str]:
+        return super().readable() | ({cls.interval} if cls.interval else set())
 
 
 @dataclass(frozen=True, kw_only=True)
