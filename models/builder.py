@@ -132,17 +132,10 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
 
     def embedded() -> nn.Module:
         waves = anatomy.sinusoids
-        if "positions.weight" in p or waves is not None:
-            return PositionEmbedding(
-                p,
-                "embed.weight",
-                "positions.weight" if waves is None else Waves(waves, sizes["embed"], p.mesh.device),
-                vocab,
-                anatomy.padding_idx,
-                anatomy.position_offset,
-                anatomy.embedding_dropout,
-                anatomy.embedding_scale,
-            )
+        if waves is not None:
+            return PositionEmbedding(p, Waves(waves, sizes["embed"], p.mesh.device), vocab, anatomy)
+        if "positions.weight" in p:
+            return PositionEmbedding(p, p["positions.weight"], vocab, anatomy)
         return TokenEmbedding(
             p,
             "embed.weight",
