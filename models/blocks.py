@@ -350,19 +350,14 @@ class FeedForward(nn.Module):
         function = activation_after(parameters, f"{name}.up", activation)
         self.cutoff = None
         if cut:
-            share, features = (
-                torch.tensor(cut, dtype=torch.float32, device="cpu"),
-                parameters.layout.schema.sizes["mlp"],
-            )
+            share = torch.tensor(cut, dtype=torch.float32, device="cpu")
+            features = parameters.layout.schema.sizes["mlp"]
             deviations = ((2 * share - 1).erfinv() * 2**0.5).to(parameters.dtype).item()
             first, last = parameters.shards[f"{name}.up.weight"].box["mlp"]
             own = max(0, min(last, features) - first)
             self.cutoff, function = Cutoff(deviations, features, own, parameters.mesh.tp), CutGates(function)
-        self.up, self.activation, self.down = (
-            column(parameters, f"{name}.up"),
-            function,
-            row(parameters, f"{name}.down"),
-        )
+        self.up, self.activation = column(parameters, f"{name}.up"), function
+        self.down = row(parameters, f"{name}.down")
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         y = self.up(x)

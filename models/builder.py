@@ -117,8 +117,7 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
 
     def inputs(name: str) -> nn.Module:
         plain, last = (norm(anatomy, p, each) for each in ("inputs_norm", f"{name}.out_norm"))
-        how = sizes["input_vocab"], anatomy.padding_idx, anatomy.activation
-        return LayerInputs(p, name, *how, plain, last, anatomy.round_input_scales)
+        return LayerInputs(p, name, sizes["input_vocab"], anatomy, plain, last)
 
     def embedding() -> nn.Module:
         plain = embedded()
