@@ -13,7 +13,7 @@ QKV = _QKV.format("head")
 # Where no heads share keys and values; and of each head together, as GPT-NeoX stores them.
 QKV_EACH = "(q: heads head + k: heads head + v: heads head)"
 QKV_BY_HEAD = "(heads (q: head + k: head + v: head))"
-BY_HEAD = {"here": QKV_EACH, "stored": QKV_BY_HEAD}
+BY_HEAD: dict[str, Any] = {"here": QKV_EACH, "stored": QKV_BY_HEAD}
 # Initial values: of decays spread evenly from 1 to 16, and of steps from 0.001 to 0.1, of which softplus makes as much.
 FADES: Mapping[str, Any] = {"mean": 8.5, "std": 4.33, "uniform": True, "log": True}
 STEPS: Mapping[str, Any] = {"mean": 0.0505, "std": 0.0285, "uniform": True, "log": True}
@@ -281,8 +281,14 @@ class Table:
             norm: Its name of the norms of what steps are made of, of B and of C; empty: they have no weights.
         """
         normed = {"dt": "dt_latent", "b": "state_key", "c": "state_key"} if norm else {}
-        steps = {"std": (3 * latent) ** -0.5, "uniform": True}
-        fades = {"mean": (1 + key) / 2, "std": (key - 1) / 12**0.5, "uniform": True, "log": True, "vector": True}
+        steps: dict[str, Any] = {"std": (3 * latent) ** -0.5, "uniform": True}
+        fades: dict[str, Any] = {
+            "mean": (1 + key) / 2,
+            "std": (key - 1) / 12**0.5,
+            "uniform": True,
+            "log": True,
+            "vector": True,
+        }
         return (
             *self.linear("ssm.inner", "(x: channels + z: channels)", "embed", f"{hf}.in_proj", bias=bias),
             *self.convolution("ssm.conv", "channels", f"{hf}.conv1d", bias=conv_bias),
@@ -305,7 +311,7 @@ class Table:
         channels = "state_heads state_value"
         gates, both = "(write: state_value + fade: state_value)", f"{hf}.rg_lru.{{input,recurrent}}_gate"
         # Of which, where gates are open, 0.9^8 to 0.999^8 is left.
-        fades = {"mean": 0.056, "std": 0.0318, "uniform": True, "log": True}
+        fades: dict[str, Any] = {"mean": 0.056, "std": 0.0318, "uniform": True, "log": True}
         return (
             *self.linear("lru.inner", f"(x: {channels} + z: {channels})", "embed", f"{hf}.linear_{{x,y}}", bias=True),
             *self.convolution("lru.conv", f"({channels})", f"{hf}.conv_1d", bias=True),
