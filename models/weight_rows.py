@@ -282,13 +282,7 @@ class Table:
         """
         normed = {"dt": "dt_latent", "b": "state_key", "c": "state_key"} if norm else {}
         steps: dict[str, Any] = {"std": (3 * latent) ** -0.5, "uniform": True}
-        fades: dict[str, Any] = {
-            "mean": (1 + key) / 2,
-            "std": (key - 1) / 12**0.5,
-            "uniform": True,
-            "log": True,
-            "vector": True,
-        }
+        fades: dict[str, Any] = {"mean": (1 + key) / 2, "std": (key - 1) / 12**0.5, "uniform": True, "log": True}
         return (
             *self.linear("ssm.inner", "(x: channels + z: channels)", "embed", f"{hf}.in_proj", bias=bias),
             *self.convolution("ssm.conv", "channels", f"{hf}.conv1d", bias=conv_bias),
@@ -301,7 +295,7 @@ class Table:
             self.row("ssm.dt.weight", "channels dt_latent", f"{hf}.dt_proj.weight", **steps),
             # Of steps and decays as those of a state space of heads.
             self.row("ssm.step", "channels", f"{hf}.dt_proj.bias", **STEPS),
-            self.row("ssm.fade", "channels state_key", f"{hf}.A_log", **fades),
+            self.row("ssm.fade", "channels state_key", f"{hf}.A_log", vector=True, **fades),
             self.row("ssm.skip", "channels", f"{hf}.D", mean=1.0),
             *self.linear("ssm.out", "embed", "channels", f"{hf}.out_proj", bias=bias, ends=True),
         )
