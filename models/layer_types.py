@@ -15,8 +15,6 @@ from megacore.parallel import limits
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTypesConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     # The other kind, and more of them.
     other: ClassVar[str]
     more: ClassVar[tuple[str, ...]] = ()

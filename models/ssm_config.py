@@ -23,8 +23,6 @@ _OF_STATES = ("state_heads", "state_groups", "state_key", "state_value", "taps")
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpaceConfig(HybridConfig):
-    """Fields carry their Hugging Face names."""
-
     other: ClassVar[str] = LINEAR
     derived: ClassVar[frozenset[str]] = frozenset({"head_dim"})
     # How many tokens are computed at a time, here and there; and of generating.
