@@ -44,6 +44,7 @@ class BailingHybridConfig(HybridConfig, LatentConfig, TypedLayersConfig):
     rope_convention = Convention(rope_theta=6e6)
     correction = "mlp.gate.expert_bias"
     constants = {"delta_gate": "sigmoid"}
+    mtp_layers = 0
 
     pad_token_id: int | None = 156892
     max_position_embeddings: int = 262144
@@ -63,10 +64,6 @@ class BailingHybridConfig(HybridConfig, LatentConfig, TypedLayersConfig):
 
     def attends(self, layer: int) -> bool:
         return (layer + 1) % 6 == 0
-
-    @property
-    def mtp_layers(self) -> int:
-        return 0
 
     @property
     def sizes(self) -> Mapping[str, int]:
