@@ -23,10 +23,8 @@ class AltUpBlock(Block):
 
     Args:
         attn, mlp, norms, others: Those of :class:`~models.blocks.Block`, with ``inputs``.
-        parameters: This rank's.
         name: Prefix of ``.router`` [streams, embed], ``.predict`` [streams streams, streams], ``.correct`` [streams,
             streams] and ``.scale`` [embed].
-        streams: The streams.
         norm: The norm of what the router is given.
     """
 
@@ -74,7 +72,6 @@ class Spread(nn.Module):
     """microbatch -> [tokens/tp, streams embed]: the embedding and projections of it, all of one size.
 
     Args:
-        embedding: The embedding.
         weight: [other streams, embed, embed].
     """
 
@@ -93,7 +90,6 @@ class Mean(nn.Module):
 
     Args:
         weight: [other streams, embed, embed].
-        norm: The norm.
     """
 
     def __init__(self, weight: nn.Parameter, norm: nn.Module) -> None:

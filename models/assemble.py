@@ -42,8 +42,6 @@ class Model:
     """The part of a model that one rank holds.
 
     Args:
-        config: The whole model's.
-        parameters: This rank's parameters.
         chunks: This rank's modules, one for each pipeline chunk.
         balance: That of the experts of all layers that have some here.
         alignment: What the indexers of all layers that have some here learn from.

@@ -26,7 +26,6 @@ class Attention(nn.Module):
     of x, a class says that is made of this one.
 
     Args:
-        parameters: This rank's.
         name: Prefix of ``.out`` and of what makes queries, keys and values.
         rope: The name of the rotation of queries and keys; None: they do not rotate.
         scoring: The rule by which scores are formed and become weights; its dropout is for training.

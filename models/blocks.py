@@ -261,7 +261,6 @@ def activation_after(parameters: Parameters, name: str, activation: str) -> nn.M
     """Return the activation of what ``name.weight`` gives, gated where that has a piece ``gate``.
 
     Args:
-        parameters: This rank's.
         name: Prefix of the weight.
         activation: One of :data:`models.anatomy.ACTIVATIONS`, or of ``GATES`` there where it is gated; or xielu, whose
             weights stand in ``name.xielu``.
@@ -337,7 +336,6 @@ class FeedForward(nn.Module):
     """Feed-forward network, gated where ``name.up`` has a piece ``gate``. x: [tokens/tp, embed] -> same.
 
     Args:
-        parameters: This rank's.
         name: Prefix of ``.up`` and ``.down``.
         activation: That of :func:`activation_after`.
         factors: Those of what gates and of what is gated; empty: there are none.
@@ -352,19 +350,14 @@ class FeedForward(nn.Module):
         function = activation_after(parameters, f"{name}.up", activation)
         self.cutoff = None
         if cut:
-            share, features = (
-                torch.tensor(cut, dtype=torch.float32, device="cpu"),
-                parameters.layout.schema.sizes["mlp"],
-            )
+            share = torch.tensor(cut, dtype=torch.float32, device="cpu")
+            features = parameters.layout.schema.sizes["mlp"]
             deviations = ((2 * share - 1).erfinv() * 2**0.5).to(parameters.dtype).item()
             first, last = parameters.shards[f"{name}.up.weight"].box["mlp"]
             own = max(0, min(last, features) - first)
             self.cutoff, function = Cutoff(deviations, features, own, parameters.mesh.tp), CutGates(function)
-        self.up, self.activation, self.down = (
-            column(parameters, f"{name}.up"),
-            function,
-            row(parameters, f"{name}.down"),
-        )
+        self.up, self.activation = column(parameters, f"{name}.up"), function
+        self.down = row(parameters, f"{name}.down")
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         y = self.up(x)

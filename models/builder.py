@@ -25,9 +25,7 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
     """Return the modules of one pipeline chunk of this rank, over parameters that the layout has cut.
 
     Args:
-        anatomy: The whole model's.
         sizes: Those of the axes of its weights.
-        parameters: This rank's.
         chunk: The number of the chunk on this rank.
     """
     from torch import nn
@@ -119,8 +117,7 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
 
     def inputs(name: str) -> nn.Module:
         plain, last = (norm(anatomy, p, each) for each in ("inputs_norm", f"{name}.out_norm"))
-        how = sizes["input_vocab"], anatomy.padding_idx, anatomy.activation
-        return LayerInputs(p, name, *how, plain, last, anatomy.round_input_scales)
+        return LayerInputs(p, name, sizes["input_vocab"], anatomy, plain, last)
 
     def embedding() -> nn.Module:
         plain = embedded()
@@ -134,17 +131,10 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
 
     def embedded() -> nn.Module:
         waves = anatomy.sinusoids
-        if "positions.weight" in p or waves is not None:
-            return PositionEmbedding(
-                p,
-                "embed.weight",
-                "positions.weight" if waves is None else Waves(waves, sizes["embed"], p.mesh.device),
-                vocab,
-                anatomy.padding_idx,
-                anatomy.position_offset,
-                anatomy.embedding_dropout,
-                anatomy.embedding_scale,
-            )
+        if waves is not None:
+            return PositionEmbedding(p, Waves(waves, sizes["embed"], p.mesh.device), vocab, anatomy)
+        if "positions.weight" in p:
+            return PositionEmbedding(p, p["positions.weight"], vocab, anatomy)
         return TokenEmbedding(
             p,
             "embed.weight",

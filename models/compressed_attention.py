@@ -38,7 +38,6 @@ class CompressedAttention(Attention):
         parameters, name, scoring: Those of :class:`~models.attention.Attention`. The prefix is also that of ``.q_a``,
             ``.q_b``, ``.kv``, ``.grouped``, of the blocks, ``.blocks`` or ``.overlapping``, and of
             their indexer, ``.index``.
-        layer: The layer.
         looks: How it encodes positions, and the blocks that it sees.
         norm: Makes the norm of a name.
         norm_of_queries: That of the heads of queries.
@@ -110,7 +109,6 @@ class Compressor(nn.Module):
     Each rank makes what it is made of, values and logits, of its own tokens, and all ranks take the means.
 
     Args:
-        parameters: This rank's.
         name: Prefix of ``.kv``, ``.gate``, ``.places`` and ``.norm``.
         looks: The number of tokens of a block, and the rope by which vectors turn.
         head: Size of a vector.

@@ -303,12 +303,7 @@ class ModelConfig(ABC):
     @classmethod
     def readable(cls) -> set[str]:
         """Return the fields of a ``config.json`` that say something of the model."""
-        return {field.name for field in fields(cls) if field.name not in OTHERWISE} | cls._consumed()
-
-    @classmethod
-    def _consumed(cls) -> set[str]:
-        """Return the fields that ``_read`` reads beside those of the dataclass."""
-        return {*cls.reads}
+        return {field.name for field in fields(cls) if field.name not in OTHERWISE} | cls.reads
 
     @classmethod
     def _unsupported(cls, config: Mapping[str, Any]) -> list[str]:
@@ -397,7 +392,6 @@ def active_elements(config: ModelConfig, schema: Schema, param: Param) -> int:
     which as many do nothing as of all, else all.
 
     Args:
-        config: The model's.
         schema: Its weights, or those of a run of it, with adapters.
         param: One of them.
     """
@@ -414,7 +408,6 @@ def active_parameters(config: ModelConfig, schema: Schema | None = None) -> int:
     The embedding and the head count whole, as in published numbers ("30B-A3B").
 
     Args:
-        config: The model's.
         schema: The weights of a run of it, if not the model's own.
     """
     schema = schema or config.schema
@@ -435,7 +428,6 @@ def matmul_parameters(config: ModelConfig, schema: Schema | None = None) -> int:
     are only looked up at the first stage. What several layers share counts for each of them.
 
     Args:
-        config: The model's.
         schema: The weights of a run of it, if not the model's own.
     """
     schema = schema or config.schema

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megacore.models.anatomy import Anatomy
 from megacore.models.context import Context
 from megacore.models.names import PROJECTOR
 from megacore.models.positions import Waves
@@ -192,7 +193,6 @@ class TokenEmbedding(nn.Module):
     """microbatch -> [tokens/tp, embed]; the row of ``padding_idx`` gets no gradient from being looked up.
 
     Args:
-        parameters: This rank's.
         name: That of the table.
         vocab: Size of the vocabulary without padding.
         padding_idx: That of :class:`~parallel.layers.embedding.VocabParallelEmbedding`.
@@ -232,32 +232,18 @@ class PositionEmbedding(nn.Module):
     """microbatch -> [tokens/tp, embed]: tokens plus positions, each rank's own.
 
     Args:
-        parameters: This rank's.
-        tokens: The name of the table of tokens.
-        positions: That of the positions that are learned, or what gives those that are not, [t] -> [t, embed].
+        positions: The table of those that are learned, or what gives those that are not, [t] -> [t, embed].
         vocab: Size of the vocabulary without padding.
-        padding_idx: The token whose embedding gets no gradient from being looked up.
-        offset: The row of the positions where a sequence begins.
-        dropout: Probability of dropping an element of the sum.
-        scale: Factor of the tokens.
+        anatomy: It has the padding, the row where a sequence begins, the factor of the tokens and the dropout.
     """
 
-    def __init__(
-        self,
-        parameters: Parameters,
-        tokens: str,
-        positions: str | Waves,
-        vocab: int,
-        padding_idx: int | None,
-        offset: int,
-        dropout: float,
-        scale: float = 1.0,
-    ) -> None:
+    def __init__(self, parameters: Parameters, positions: nn.Parameter | Waves, vocab: int, anatomy: Anatomy) -> None:
         super().__init__()
-        self.tokens = VocabParallelEmbedding.of(parameters[tokens], vocab, parameters.mesh, padding_idx)
-        self.positions = parameters[positions] if isinstance(positions, str) else positions
-        self.offset, self.scale = offset, scale
-        self.dropout = nn.Dropout(dropout)
+        table = parameters["embed.weight"]
+        self.tokens = VocabParallelEmbedding.of(table, vocab, parameters.mesh, anatomy.padding_idx)
+        self.positions = positions
+        self.offset, self.scale = anatomy.position_offset, anatomy.embedding_scale
+        self.dropout = nn.Dropout(anatomy.embedding_dropout)
         self.group = parameters.mesh.tp
 
     def forward(self, microbatch: Microbatch) -> Tensor:
@@ -302,7 +288,6 @@ class Prediction(nn.Module):
     arXiv 2412.19437, section 2.2). x: [tokens/tp, embed], normalised for the head -> same.
 
     Args:
-        embedding: The model's.
         proj: Makes one of the embedding of the tokens ahead and the hidden states, side by side.
         block: The transformer block.
         embed_norm, hidden_norm: The norms of what ``proj`` is given.

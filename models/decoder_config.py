@@ -276,8 +276,8 @@ class DecoderConfig(ModelConfig):
         return {"rope_parameters": rope_config.from_hugging_face(config, cls.rope_convention)}
 
     @classmethod
-    def _consumed(cls) -> set[str]:
-        return {*super()._consumed(), *cls.rope_convention.keys, *cls._spellings()}
+    def readable(cls) -> set[str]:
+        return {*super().readable(), *cls.rope_convention.keys, *cls._spellings()}
 
     def _write(self) -> dict[str, Any]:
         unwritten = {"rope_parameters", *self.derived}

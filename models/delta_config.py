@@ -20,8 +20,6 @@ DELTA_INNER = f"{STATE_QKV} + z: {STATE_VALUES} + {_B} + {_A}"
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaConfig(HybridConfig):
-    """Fields carry their Hugging Face names."""
-
     other: ClassVar[str] = LINEAR
     further: ClassVar[tuple[str, ...]] = ("mtp.",)
     interval: ClassVar[str | None] = "full_attention_interval"

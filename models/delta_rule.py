@@ -24,7 +24,6 @@ class GatedDeltaRule(nn.Module):
     values with those of keys that they share, and the convolution's channels with them.
 
     Args:
-        parameters: This rank's.
         name: Prefix of ``.inner``, which makes queries, keys, values, gates of the outputs, and for each head of values
             the share that is written and what fades; of ``.conv``, ``.fade``, ``.fade_bias`` and ``.out``. Where there
             is ``.gates_a``, gates are made by it and ``.gates_b``, and what fades by ``.fades_a`` and ``.fades_b``: of

@@ -20,8 +20,6 @@ from megacore.parallel.routing import Routing
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     # Of transformers' own balance loss, which is none of ours (docs/moe.md).
     harmless: ClassVar[frozenset[str]] = frozenset({"output_router_logits", "router_aux_loss_coef"})
     axes: ClassVar[Mapping[str, str]] = {

@@ -26,9 +26,7 @@ class _Weights(nn.Module):
     """Parameters that make weights of the streams of tokens.
 
     Args:
-        parameters: This rank's.
         name: Prefix of ``.mixes`` [weights, streams embed], ``.base`` [weights] and ``.scale``.
-        streams: The streams.
         eps: Added to the mean square of a token's streams, by whose root these are divided.
     """
 

@@ -36,7 +36,6 @@ class LatentAttention(Attention):
             ``.kv_a`` and ``.kv_b``, and of ``.q_a`` and ``.q_b``, or of ``.q`` where queries have no latent; and of
             ``.gate``, where outputs are weighed.
         norm: Makes the norm of a name: ``.kv_a_norm``, and ``.q_a_norm`` where queries have a latent.
-        layer: The layer.
         looks: How it encodes positions and which tokens it sees: those that an indexer chooses, ``.index``, its own or
             another layer's, or all of them.
         encoding: That of :class:`~models.attention.Attention`.

@@ -16,8 +16,6 @@ from megacore.models.weight_rows import Rows, Table
 
 @dataclass(frozen=True, kw_only=True)
 class LatentConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     derived: ClassVar[frozenset[str]] = frozenset({"head_dim", "qk_head_dim"})
     axes: ClassVar[Mapping[str, str]] = {
         **DecoderConfig.axes,

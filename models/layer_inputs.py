@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from megacore.models.anatomy import Anatomy
 from megacore.models.blocks import activation_after, replicated
 from megacore.models.context import Context
 from megacore.models.decoder import rounded
@@ -18,36 +19,24 @@ class LayerInputs(nn.Module):
     whole on each rank, which has its own tokens.
 
     Args:
-        parameters: This rank's.
         name: Prefix of ``.embed``, ``.proj``, ``.gate`` and ``.out``.
         vocab: Rows of the table without padding; tokens beyond them have the first one.
-        padding_idx: That of :class:`~parallel.layers.embedding.VocabParallelEmbedding`.
-        activation: That of the gates.
+        anatomy: It has the activation of the gates, and whether all factors are rounded as that of the table is.
         norm, out_norm: The norms of the projection, which all layers share, and of what is added.
-        round_scales: Whether all factors are rounded as that of the table is, and not that one alone.
     """
 
     def __init__(
-        self,
-        parameters: Parameters,
-        name: str,
-        vocab: int,
-        padding_idx: int | None,
-        activation: str,
-        norm: nn.Module,
-        out_norm: nn.Module,
-        round_scales: bool,
+        self, parameters: Parameters, name: str, vocab: int, anatomy: Anatomy, norm: nn.Module, out_norm: nn.Module
     ) -> None:
         super().__init__()
         table, embed = parameters[f"{name}.embed.weight"], parameters[f"{name}.gate.weight"].shape[1]
-        self.embed = VocabParallelEmbedding.of(table, vocab, parameters.mesh, padding_idx)
+        self.embed = VocabParallelEmbedding.of(table, vocab, parameters.mesh, anatomy.padding_idx)
         self.scale, others = rounded(table.shape[1] ** 0.5, table.dtype), (embed**-0.5, 2**-0.5)
-        self.of_proj, self.of_sum = (rounded(each, table.dtype) if round_scales else each for each in others)
+        rounds = anatomy.round_input_scales
+        self.of_proj, self.of_sum = (rounded(each, table.dtype) if rounds else each for each in others)
         self.proj, self.norm = replicated(parameters, f"{name}.proj"), norm
-        self.gate, self.activation = (
-            replicated(parameters, f"{name}.gate"),
-            activation_after(parameters, f"{name}.gate", activation),
-        )
+        self.gate = replicated(parameters, f"{name}.gate")
+        self.activation = activation_after(parameters, f"{name}.gate", anatomy.activation)
         self.out, self.out_norm = replicated(parameters, f"{name}.out"), out_norm
 
     def forward(self, x: Tensor, context: Context) -> Tensor:

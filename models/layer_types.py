@@ -15,8 +15,6 @@ from megacore.parallel import limits
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTypesConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     # The other kind, and more of them.
     other: ClassVar[str]
     more: ClassVar[tuple[str, ...]] = ()
@@ -62,8 +60,8 @@ class LayerTypesConfig(DecoderConfig):
         return values, problems
 
     @classmethod
-    def _consumed(cls) -> set[str]:
-        return super()._consumed() | ({cls.interval} if cls.interval else set())
+    def readable(cls) -> set[str]:
+        return super().readable() | ({cls.interval} if cls.interval else set())
 
 
 @dataclass(frozen=True, kw_only=True)

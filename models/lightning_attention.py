@@ -20,7 +20,6 @@ class LightningAttention(nn.Module):
     of which every token leaves the same share. Heads are split over tp.
 
     Args:
-        parameters: This rank's.
         name: Prefix of ``.inner``, which makes queries, keys, values and gates of the outputs, and of ``.out``.
         activation: That of queries, keys and values, of :data:`parallel.kernels.activation.FUNCTIONS`.
         norm: That of all outputs: [tokens, heads, value] -> same.

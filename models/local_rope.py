@@ -62,8 +62,8 @@ class LocalRopeConfig(WindowedConfig):
         return {name: value for name, value in made.items() if name not in keys} | nested
 
     @classmethod
-    def _consumed(cls) -> set[str]:
-        return super()._consumed().union(*(convention.keys for convention in cls.rope_kinds.values()))
+    def readable(cls) -> set[str]:
+        return super().readable().union(*(convention.keys for convention in cls.rope_kinds.values()))
 
     def _write(self) -> dict[str, Any]:
         plain = {name: value for name, value in super()._write().items() if name != "local_rope"}

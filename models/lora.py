@@ -42,25 +42,11 @@ _NESTED = ".base_layer"
 # Families whose linears of these names it (0.21) takes for those of experts, which transformers 4 listed one by one.
 MISTAKEN_IN = frozenset(
     {
-        "afmoe",
-        "cohere2_moe",
-        "deepseek_v2",
-        "deepseek_v3",
-        "deepseek_v32",
-        "dots1",
-        "ernie4_5_moe",
-        "exaone_moe",
-        "glm4_moe",
-        "glm4_moe_lite",
-        "glm_moe_dsa",
-        "hunyuan_v1_moe",
-        "longcat_flash",
-        "mellum",
-        "qwen3_moe",
-        "qwen3_next",
-        "solar_open",
+        "afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe",
+        "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum", "qwen3_moe",
+        "qwen3_next", "solar_open",
     }
-)
+)  # fmt: skip
 UNKNOWN_TO_PEFT = frozenset({"bailing_hybrid", "deepseek_v4", "hy_v3", "kimi_linear", "laguna", "lfm3", "nemotron_h"})
 """Families some of whose modules have other names in memory than in their files, where the peft library finds none."""
 _MISTAKEN = frozenset({"gate_proj", "up_proj", "down_proj"})
@@ -248,7 +234,6 @@ def _pair(schema: Schema, chosen: Sequence[LinearTarget], parameters: Sequence[L
     """Return A and B of one weight, of which some linears have adapters.
 
     Args:
-        schema: The model's.
         chosen: Those linears.
         parameters: All of the model that are parameters to transformers, and have adapters.
     """

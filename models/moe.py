@@ -27,10 +27,8 @@ class MixtureOfExperts(nn.Module):
     one where there is one. x: [tokens/tp, embed] -> same.
 
     Args:
-        parameters: This rank's.
         name: Prefix of ``.router``, ``.experts.up``, ``.experts.down`` and, where they are declared, ``.shared.up``,
             ``.shared.down`` and ``.shared_gate``.
-        layer: The layer.
         routing: The rule by which experts are chosen and weighed.
         activation: That of all networks, as of :func:`models.blocks.activation_after`.
         norms: Those that there are, of :data:`NORMED`.

@@ -68,8 +68,6 @@ MIMO = MtpNames(
 
 @dataclass(frozen=True, kw_only=True)
 class MtpConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     mtp_names: ClassVar[MtpNames] = DEEPSEEK
 
     num_nextn_predict_layers: int = 0

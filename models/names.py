@@ -27,7 +27,6 @@ def unmatched(key: str, patterns: Sequence[str], known: Sequence[Sequence[str]])
 
     Args:
         key: The recipe's key that holds the patterns.
-        patterns: The patterns.
         known: The names of each thing that can be matched.
     """
     names = list(dict.fromkeys(part for names in known for name in names for part in _parts(name)))

@@ -24,7 +24,6 @@ class RecurrentUnit(nn.Module):
     Heads of channels are split over tp: those of a head make its gates, of what is written and of what fades.
 
     Args:
-        parameters: This rank's.
         name: Prefix of ``.inner``, which makes x and what weighs the outputs; of ``.conv``, ``.gates``,
             ``.gates_bias``, ``.fade`` and ``.out``.
         activation: That of what weighs the outputs, of :data:`parallel.kernels.activation.FUNCTIONS`.

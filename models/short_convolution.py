@@ -15,7 +15,6 @@ class ShortConvolution(nn.Module):
     closes. Channels are split over tp.
 
     Args:
-        parameters: This rank's.
         name: Prefix of ``.inner``, which makes the two gates and what is mixed; of ``.conv`` and ``.out``.
     """
 

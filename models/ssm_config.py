@@ -23,8 +23,6 @@ _OF_STATES = ("state_heads", "state_groups", "state_key", "state_value", "taps")
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpaceConfig(HybridConfig):
-    """Fields carry their Hugging Face names."""
-
     other: ClassVar[str] = LINEAR
     derived: ClassVar[frozenset[str]] = frozenset({"head_dim"})
     # How many tokens are computed at a time, here and there; and of generating.
@@ -199,6 +197,7 @@ class StatesAloneConfig(HybridConfig, NoRopeConfig):
         "mamba_proj_bias": "use_bias",
     }
     constants: ClassVar[Mapping[str, Any]] = {"norm": "rms", "padding_idx": None}
+    max_positions = None
 
     initializer_range: float = 0.1
     layer_norm_epsilon: float = 1e-5
@@ -210,10 +209,6 @@ class StatesAloneConfig(HybridConfig, NoRopeConfig):
     @property
     def sizes(self) -> Mapping[str, int]:
         return {axis: n for axis, n in super().sizes.items() if axis not in ("heads", "kv", "head", "mlp")}
-
-    @property
-    def max_positions(self) -> int | None:
-        return None
 
     @classmethod
     def _derive(cls, values: dict[str, Any]) -> list[str]:

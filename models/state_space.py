@@ -25,7 +25,6 @@ class StateSpace(nn.Module):
     fewer groups than ranks.
 
     Args:
-        parameters: This rank's.
         name: Prefix of ``.inner``, which makes gates, x, B, C and the steps; of ``.conv``, ``.fade``, ``.step``,
             ``.skip`` and ``.out``.
         activation: That of the convolution, of :data:`parallel.kernels.activation.FUNCTIONS`.
@@ -86,7 +85,6 @@ class SelectiveScan(nn.Module):
     own tokens, and is told the others.
 
     Args:
-        parameters: This rank's.
         name: Prefix of ``.inner``, which makes x and gates; of ``.conv``; of ``.select``, which makes B, C and what
             ``.dt`` makes steps of; of ``.step``, ``.fade``, ``.skip`` and ``.out``.
         activation: That of the convolution, of :data:`parallel.kernels.activation.FUNCTIONS`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megacore.parallel.weights.schema import Param
 
@@ -12,7 +13,10 @@ QKV = _QKV.format("head")
 # Where no heads share keys and values; and of each head together, as GPT-NeoX stores them.
 QKV_EACH = "(q: heads head + k: heads head + v: heads head)"
 QKV_BY_HEAD = "(heads (q: head + k: head + v: head))"
-BY_HEAD = {"here": QKV_EACH, "stored": QKV_BY_HEAD}
+BY_HEAD: dict[str, Any] = {"here": QKV_EACH, "stored": QKV_BY_HEAD}
+# Initial values: of decays spread evenly from 1 to 16, and of steps from 0.001 to 0.1, of which softplus makes as much.
+FADES: Mapping[str, Any] = {"mean": 8.5, "std": 4.33, "uniform": True, "log": True}
+STEPS: Mapping[str, Any] = {"mean": 0.0505, "std": 0.0285, "uniform": True, "log": True}
 HEADS, KV_HEADS = "(heads head)", "(kv head)"
 OF_ALL = HEADS, KV_HEADS
 GATE_UP = "(gate: mlp + up: mlp)"
@@ -91,13 +95,16 @@ class Table:
     norm_mean: float = 1.0
     norm_bias: bool = False
 
+    def row(self, name: str, pattern: str, hf: str, stored: str = "", **how: Any) -> Param:
+        """Return a row of a block, by its names there."""
+        return Param(f"layers.{{layer}}.{name}", pattern, f"{self.layer}.{hf}", stored, **how)
+
     def norm(self, name: str, hf: str, pattern: str = "embed", *, stored: str = "", mean: float | None = None) -> Rows:
         """Return a norm of a block, with a bias where norms have one; ``stored`` where Hugging Face stores it
         otherwise."""
         mean = self.norm_mean if mean is None else mean
-        name = f"layers.{{layer}}.{name}"
-        weight = Param(f"{name}.weight", pattern, f"{self.layer}.{hf}.weight", stored, mean=mean, vector=True)
-        bias = Param(f"{name}.bias", pattern, f"{self.layer}.{hf}.bias", stored, vector=True)
+        weight = self.row(f"{name}.weight", pattern, f"{hf}.weight", stored, mean=mean, vector=True)
+        bias = self.row(f"{name}.bias", pattern, f"{hf}.bias", stored, vector=True)
         return (weight, bias) if self.norm_bias else (weight,)
 
     def norms_of_heads(self, hf: str = "self_attn.{}_norm", of: tuple[str, str] = ("head", "head")) -> Rows:
@@ -144,18 +151,9 @@ class Table:
             held: The name of transformers for the weight in memory, where that differs.
             ends: Whether it ends a branch.
         """
-        std = self.out_std if ends else self.std
-        weight = Param(
-            f"layers.{{layer}}.{name}.weight",
-            f"{out} {inner}",
-            f"{self.layer}.{hf}.weight",
-            stored,
-            held and f"{self.layer}.{held}",
-            std=std,
-        )
-        if not bias:
-            return (weight,)
-        return weight, Param(f"layers.{{layer}}.{name}.bias", out, f"{self.layer}.{hf}.bias", stored_bias)
+        how = {"hf_held": held and f"{self.layer}.{held}", "std": self.out_std if ends else self.std}
+        weight = self.row(f"{name}.weight", f"{out} {inner}", f"{hf}.weight", stored, **how)
+        return (weight, self.row(f"{name}.bias", out, f"{hf}.bias", stored_bias)) if bias else (weight,)
 
     def attention(
         self,
@@ -190,8 +188,7 @@ class Table:
 
     def sinks(self, hf: str = "self_attn.sinks", held: str = "", name: str = "attn") -> Rows:
         """Return a logit of each head that stands for no token; ``held`` where its name in memory is another."""
-        theirs = held and f"{self.layer}.{held}"
-        return (Param(f"layers.{{layer}}.{name}.sinks", "heads", f"{self.layer}.{hf}", "", theirs, std=self.std),)
+        return (self.row(f"{name}.sinks", "heads", hf, hf_held=held and f"{self.layer}.{held}", std=self.std),)
 
     def gated_attention(self, *, bias: bool = False) -> Rows:
         """Queries and gates, head by head, keys, values and what comes out, as Qwen3-Next's ``self_attn`` has them."""
@@ -210,16 +207,15 @@ class Table:
             conv, norm, out: And of the convolution, the norm and what comes out.
             stored: Its sentence of what is projected, where it differs.
         """
-        each, name, theirs = "(state_heads each)", "layers.{layer}.delta", f"{self.layer}.linear_attn"
-        qkv = f"({STATE_QKV}) one taps"
+        each, hf_of = "(state_heads each)", "linear_attn.{}".format
         return (
-            *self.linear("delta.inner", inner, "embed", f"linear_attn.{hf}", stored=stored and f"{stored} embed"),
-            Param(f"{name}.conv.weight", qkv, f"{theirs}.{conv}.weight", std=self.std, vector=True),
+            *self.linear("delta.inner", inner, "embed", hf_of(hf), stored=stored and f"{stored} embed"),
+            *self.convolution("delta.conv", f"({STATE_QKV})", hf_of(conv)),
             # Of decays spread evenly from 0.01 to 16.
-            Param(f"{name}.fade", each, f"{theirs}.A_log", mean=8.005, std=4.616, uniform=True, log=True),
-            Param(f"{name}.fade_bias", each, f"{theirs}.dt_bias", mean=1.0),
-            *self.norm("delta.norm", f"linear_attn.{norm}", "state_value", mean=1.0),
-            *self.linear("delta.out", "embed", "(state_heads each state_value)", f"linear_attn.{out}", ends=True),
+            self.row("delta.fade", each, hf_of("A_log"), mean=8.005, std=4.616, uniform=True, log=True),
+            self.row("delta.fade_bias", each, hf_of("dt_bias"), mean=1.0),
+            *self.norm("delta.norm", hf_of(norm), "state_value", mean=1.0),
+            *self.linear("delta.out", "embed", "(state_heads each state_value)", hf_of(out), ends=True),
         )
 
     def lightning_attention(self) -> Rows:
@@ -255,22 +251,21 @@ class Table:
             norm: Whether what comes out is normalised.
         """
         out_bias = bias if out_bias is None else out_bias
-        name, theirs = "layers.{layer}.ssm", f"{self.layer}.{hf}"
         inner = f"(z: state_heads state_value + {STATE_XBC} + dt: state_heads)"
-        conv = Param(
-            f"{name}.conv.weight", f"({STATE_XBC}) one taps", f"{theirs}.conv1d.weight", std=self.std, vector=True
-        )
         return (
             *self.linear("ssm.inner", inner, "embed", f"{hf}.in_proj", bias=bias),
-            conv,
-            *([Param(f"{name}.conv.bias", f"({STATE_XBC})", f"{theirs}.conv1d.bias")] if conv_bias else []),
-            # Of decays spread evenly from 1 to 16, and of steps from 0.001 to 0.1, of which softplus makes as much.
-            Param(f"{name}.fade", "state_heads", f"{theirs}.A_log", mean=8.5, std=4.33, uniform=True, log=True),
-            Param(f"{name}.step", "state_heads", f"{theirs}.dt_bias", mean=0.0505, std=0.0285, uniform=True, log=True),
-            Param(f"{name}.skip", "state_heads", f"{theirs}.D", mean=1.0),
+            *self.convolution("ssm.conv", f"({STATE_XBC})", f"{hf}.conv1d", bias=conv_bias),
+            self.row("ssm.fade", "state_heads", f"{hf}.A_log", **FADES),
+            self.row("ssm.step", "state_heads", f"{hf}.dt_bias", **STEPS),
+            self.row("ssm.skip", "state_heads", f"{hf}.D", mean=1.0),
             *(self.norm("ssm.norm", f"{hf}.norm", "(state_heads state_value)", mean=1.0) if norm else ()),
             *self.linear("ssm.out", "embed", "(state_heads state_value)", f"{hf}.out_proj", bias=out_bias, ends=True),
         )
+
+    def convolution(self, name: str, channels: str, hf: str, *, bias: bool = False) -> Rows:
+        """Return a short convolution of each channel, and its bias where it has one."""
+        weight = self.row(f"{name}.weight", f"{channels} one taps", f"{hf}.weight", std=self.std, vector=True)
+        return (weight, self.row(f"{name}.bias", channels, f"{hf}.bias")) if bias else (weight,)
 
     def selective_scan(
         self, key: int, latent: int, hf: str = "mamba", *, bias: bool = False, conv_bias: bool = True, norm: str = ""
@@ -285,77 +280,47 @@ class Table:
             conv_bias: Whether the convolution has one.
             norm: Its name of the norms of what steps are made of, of B and of C; empty: they have no weights.
         """
-        name, theirs = "layers.{layer}.ssm", f"{self.layer}.{hf}"
         normed = {"dt": "dt_latent", "b": "state_key", "c": "state_key"} if norm else {}
+        steps: dict[str, Any] = {"std": (3 * latent) ** -0.5, "uniform": True}
+        fades: dict[str, Any] = {"mean": (1 + key) / 2, "std": (key - 1) / 12**0.5, "uniform": True, "log": True}
         return (
             *self.linear("ssm.inner", "(x: channels + z: channels)", "embed", f"{hf}.in_proj", bias=bias),
-            Param(f"{name}.conv.weight", "channels one taps", f"{theirs}.conv1d.weight", std=self.std, vector=True),
-            *([Param(f"{name}.conv.bias", "channels", f"{theirs}.conv1d.bias")] if conv_bias else []),
+            *self.convolution("ssm.conv", "channels", f"{hf}.conv1d", bias=conv_bias),
             *self.linear("ssm.select", "(dt: dt_latent + b: state_key + c: state_key)", "channels", f"{hf}.x_proj"),
             *(
                 row
                 for each, of in normed.items()
                 for row in self.norm(f"ssm.{each}_norm", f"{hf}.{norm.format(each)}", of)
             ),
-            Param(
-                f"{name}.dt.weight",
-                "channels dt_latent",
-                f"{theirs}.dt_proj.weight",
-                std=(3 * latent) ** -0.5,
-                uniform=True,
-            ),
+            self.row("ssm.dt.weight", "channels dt_latent", f"{hf}.dt_proj.weight", **steps),
             # Of steps and decays as those of a state space of heads.
-            Param(
-                f"{name}.step", "channels", f"{theirs}.dt_proj.bias", mean=0.0505, std=0.0285, uniform=True, log=True
-            ),
-            Param(
-                f"{name}.fade",
-                "channels state_key",
-                f"{theirs}.A_log",
-                mean=(1 + key) / 2,
-                std=(key - 1) / 12**0.5,
-                uniform=True,
-                log=True,
-                vector=True,
-            ),
-            Param(f"{name}.skip", "channels", f"{theirs}.D", mean=1.0),
+            self.row("ssm.step", "channels", f"{hf}.dt_proj.bias", **STEPS),
+            self.row("ssm.fade", "channels state_key", f"{hf}.A_log", vector=True, **fades),
+            self.row("ssm.skip", "channels", f"{hf}.D", mean=1.0),
             *self.linear("ssm.out", "embed", "channels", f"{hf}.out_proj", bias=bias, ends=True),
         )
 
     def recurrent_unit(self, hf: str) -> Rows:
         """Return a real-gated linear recurrent unit, as RecurrentGemma's ``temporal_block`` has it."""
-        channels, name, theirs = "state_heads state_value", "layers.{layer}.lru", f"{self.layer}.{hf}"
-        gates, both = "(write: state_value + fade: state_value)", f"{theirs}.rg_lru.{{input,recurrent}}_gate"
+        channels = "state_heads state_value"
+        gates, both = "(write: state_value + fade: state_value)", f"{hf}.rg_lru.{{input,recurrent}}_gate"
+        # Of which, where gates are open, 0.9^8 to 0.999^8 is left.
+        fades: dict[str, Any] = {"mean": 0.056, "std": 0.0318, "uniform": True, "log": True}
         return (
             *self.linear("lru.inner", f"(x: {channels} + z: {channels})", "embed", f"{hf}.linear_{{x,y}}", bias=True),
-            Param(
-                f"{name}.conv.weight", f"({channels}) one taps", f"{theirs}.conv_1d.weight", std=self.std, vector=True
-            ),
-            Param(f"{name}.conv.bias", f"({channels})", f"{theirs}.conv_1d.bias"),
-            Param(f"{name}.gates", f"state_heads state_given {gates}", f"{both}_weight", std=self.std),
-            Param(f"{name}.gates_bias", f"state_heads {gates}", f"{both}_bias", vector=True),
-            # Of which, where gates are open, 0.9^8 to 0.999^8 is left.
-            Param(
-                f"{name}.fade",
-                f"({channels})",
-                f"{theirs}.rg_lru.recurrent_param",
-                mean=0.056,
-                std=0.0318,
-                uniform=True,
-                log=True,
-            ),
+            *self.convolution("lru.conv", f"({channels})", f"{hf}.conv_1d", bias=True),
+            self.row("lru.gates", f"state_heads state_given {gates}", f"{both}_weight", std=self.std),
+            self.row("lru.gates_bias", f"state_heads {gates}", f"{both}_bias", vector=True),
+            self.row("lru.fade", f"({channels})", f"{hf}.rg_lru.recurrent_param", **fades),
             *self.linear("lru.out", "embed", f"({channels})", f"{hf}.linear_out", bias=True, ends=True),
         )
 
     def short_convolution(self, *, bias: bool = False) -> Rows:
         """Return a gated convolution of each channel, as LFM2's ``conv`` has it."""
-        conv, theirs = "layers.{layer}.short.conv", f"{self.layer}.conv.conv"
+        inner = "(b: channels + c: channels + x: channels)"
         return (
-            *self.linear(
-                "short.inner", "(b: channels + c: channels + x: channels)", "embed", "conv.in_proj", bias=bias
-            ),
-            Param(f"{conv}.weight", "channels one taps", f"{theirs}.weight", std=self.std, vector=True),
-            *([Param(f"{conv}.bias", "channels", f"{theirs}.bias")] if bias else []),
+            *self.linear("short.inner", inner, "embed", "conv.in_proj", bias=bias),
+            *self.convolution("short.conv", "channels", "conv.conv", bias=bias),
             *self.linear("short.out", "embed", "channels", "conv.out_proj", bias=bias, ends=True),
         )
 
@@ -484,14 +449,11 @@ class Table:
             gated: Whether experts are.
         """
         hidden = f"experts {GATE_UP_OF_EXPERTS}" if gated else "experts expert_mlp"
-        up, corrects = "gate_up_proj" if gated else "up_proj", "layers.{layer}.mlp.router.correction"
+        up = "gate_up_proj" if gated else "up_proj"
+        corrects = self.row("mlp.router.correction", of_correction, correction, buffer=True, vector=True)
         return (
             *self.linear("mlp.router", "routes", "embed", router, held=f"{held[1]}.weight"),
-            *(
-                [Param(corrects, of_correction, f"{self.layer}.{correction}", buffer=True, vector=True)]
-                if correction
-                else []
-            ),
+            *([corrects] if correction else []),
             *self.linear("mlp.experts.up", hidden, "embed", hf, held=f"{held[0]}.{up}"),
             *self.linear(
                 "mlp.experts.down", "experts embed", "expert_mlp", down, held=f"{held[0]}.down_proj", ends=True
@@ -517,14 +479,16 @@ class Table:
             turned: Whether the peft library takes their inputs for outputs, as where their class does not tell it.
             outputs_first: Whether outputs stand before inputs.
         """
-        ours, theirs = "layers.{layer}.mlp.experts.", f"{self.layer}.{hf}."
-        up, down, hidden = f"{theirs}gate_up_proj", f"{theirs}down_proj", f"experts {GATE_UP_OF_EXPERTS}"
+        ours, hidden = "mlp.experts.", f"experts {GATE_UP_OF_EXPERTS}"
+        up, down = f"{hf}.gate_up_proj", f"{hf}.down_proj"
         of_up, of_down = ("", "") if outputs_first else (f"experts embed {stored}", "experts expert_mlp embed")
         rows = (
-            Param(f"{ours}up.weight", f"{hidden} embed", up, of_up, std=self.std, hf_turned=turned),
-            Param(f"{ours}up.bias", hidden, f"{up}_bias", f"experts {stored}", vector=True),
-            Param(f"{ours}down.weight", "experts embed expert_mlp", down, of_down, std=self.out_std, hf_turned=turned),
-            Param(f"{ours}down.bias", "experts embed", f"{down}_bias", vector=True),
+            self.row(f"{ours}up.weight", f"{hidden} embed", up, of_up, std=self.std, hf_turned=turned),
+            self.row(f"{ours}up.bias", hidden, f"{up}_bias", f"experts {stored}", vector=True),
+            self.row(
+                f"{ours}down.weight", "experts embed expert_mlp", down, of_down, std=self.out_std, hf_turned=turned
+            ),
+            self.row(f"{ours}down.bias", "experts embed", f"{down}_bias", vector=True),
         )
         return rows if bias else rows[::2]
 

@@ -24,7 +24,6 @@ class Alignment:
 
     Args:
         layers: The layers of this rank that have indexers.
-        mesh: The live mesh.
         coefficient: The coefficient of the mean divergence of the tokens of the global batch, in each layer.
     """
 
@@ -47,7 +46,6 @@ class Alignment:
         """Let the gradient of the divergences enter where that of y does.
 
         Args:
-            layer: The layer.
             tokens: The n tokens.
             y: What the attention makes of them.
             divergences: [n].

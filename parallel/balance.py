@@ -100,7 +100,6 @@ class Balance:
     Args:
         layers: The layers of this rank that have routers.
         routing: The table of the routers.
-        mesh: The live mesh.
         coefficients: Those of the run.
         corrections: [experts] each, the biases of the layers that have some.
     """
@@ -143,7 +142,6 @@ class Balance:
         """Count the experts that were chosen, and let the gradients of the balance enter at the logits.
 
         Args:
-            layer: The layer.
             tokens: Those that are routed.
             logits: [n, experts].
             chosen: [n, k].

@@ -86,7 +86,6 @@ class Parameters(Mapping[str, nn.Parameter]):
 
     Args:
         layout: The shards of each rank.
-        mesh: The live mesh.
         dtype: The dtype of the parameters.
         hollow: Whether they have no memory, for a sharing that gives it to them; otherwise they are zeros. Buffers,
             which are shared by nobody, always have some.

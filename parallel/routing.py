@@ -17,7 +17,6 @@ class Routing:
         experts: The number of experts of a layer.
         idle: The last of them, which do nothing: they give what they are given (LongCat-Flash, arXiv 2509.01322).
         top_k: The number of them that a token is sent to.
-        logit_factor: The factor of the logits.
         score: The function that makes scores of logits, over all experts.
         choose: Whether experts are chosen by their scores or by their logits, which a correction changes otherwise.
         weigh: Whether weights are the scores of ``all`` experts at those that are chosen, or the softmax of the logits

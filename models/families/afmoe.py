@@ -33,6 +33,7 @@ class AfmoeConfig(SharedExpertConfig, PatternedConfig):
     correction = "mlp.expert_bias"
     rule = {"score": "sigmoid", "normalised": True, "epsilon": 1e-20}
     parts = around("input_layernorm", "pre_mlp_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+    all_rotate = False
 
     rms_norm_eps: float = 1e-5
     sliding_window: int | None = 1024
@@ -43,10 +44,6 @@ class AfmoeConfig(SharedExpertConfig, PatternedConfig):
     routed_scaling_factor: float = 1.0
     first_k_dense_replace: int = 1
     mup_enabled: bool = False
-
-    @property
-    def all_rotate(self) -> bool:
-        return False
 
     @property
     def anatomy(self) -> Anatomy:

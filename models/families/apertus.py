@@ -7,7 +7,6 @@ from megacore.models.decoder_config import DecoderConfig
 from megacore.models.presets import llama3, shape
 from megacore.models.rope_config import Convention
 from megacore.models.weight_rows import Rows, Table, around
-from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +28,13 @@ class ApertusConfig(DecoderConfig):
     attention_bias: bool = False
 
     def network(self, t: Table) -> Rows:
-        name, hf = "layers.{layer}.mlp.up.xielu", f"{t.layer}.mlp.act_fn"
+        name, hf = "mlp.up.xielu", "mlp.act_fn"
         activation = (
             # softplus makes 0.8 of the one, and 0.3 of the other, which beta makes 0.8.
-            Param(f"{name}.positive", "one", f"{hf}.alpha_p", mean=0.2033, vector=True),
-            Param(f"{name}.negative", "one", f"{hf}.alpha_n", mean=-1.0502, vector=True),
-            Param(f"{name}.beta", "", f"{hf}.beta", mean=0.5, buffer=True, vector=True),
-            Param(f"{name}.eps", "", f"{hf}.eps", mean=-1e-6, buffer=True, vector=True),
+            t.row(f"{name}.positive", "one", f"{hf}.alpha_p", mean=0.2033, vector=True),
+            t.row(f"{name}.negative", "one", f"{hf}.alpha_n", mean=-1.0502, vector=True),
+            t.row(f"{name}.beta", "", f"{hf}.beta", mean=0.5, buffer=True, vector=True),
+            t.row(f"{name}.eps", "", f"{hf}.eps", mean=-1e-6, buffer=True, vector=True),
         )
         return t.plain_mlp() + (activation if self.hidden_act == "xielu" else ())
 

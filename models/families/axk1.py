@@ -12,10 +12,7 @@ class AXK1Config(Glm4MoeLiteConfig):
     family = "axk1"
     architecture = "AXK1ForCausalLM"
     # Published files have such a norm in layers without experts, too, which nothing reads.
-    ignored = (
-        *Glm4MoeLiteConfig.ignored,
-        "model.layers.{layer}.post_mlp_layernorm.weight",
-    )
+    ignored = (*Glm4MoeLiteConfig.ignored, "model.layers.{layer}.post_mlp_layernorm.weight")
 
     rms_norm_eps: float = 1e-6
     q_lora_rank: int = 1536

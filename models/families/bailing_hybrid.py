@@ -12,8 +12,7 @@ from megacore.models.latent_config import LatentConfig
 from megacore.models.layer_types import HybridConfig
 from megacore.models.presets import shape, tiny_latent
 from megacore.models.rope_config import Convention
-from megacore.models.weight_rows import STATE_QKV, STATE_VALUES, Rows, Table, in_layers
-from megacore.parallel.weights.schema import Param
+from megacore.models.weight_rows import FADES, STATE_QKV, STATE_VALUES, STEPS, Rows, Table, in_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +44,7 @@ class BailingHybridConfig(HybridConfig, LatentConfig, TypedLayersConfig):
     rope_convention = Convention(rope_theta=6e6)
     correction = "mlp.gate.expert_bias"
     constants = {"delta_gate": "sigmoid"}
+    mtp_layers = 0
 
     pad_token_id: int | None = 156892
     max_position_embeddings: int = 262144
@@ -66,10 +66,6 @@ class BailingHybridConfig(HybridConfig, LatentConfig, TypedLayersConfig):
         return (layer + 1) % 6 == 0
 
     @property
-    def mtp_layers(self) -> int:
-        return 0
-
-    @property
     def sizes(self) -> Mapping[str, int]:
         return {**super().sizes, "each": 1}
 
@@ -83,17 +79,13 @@ class BailingHybridConfig(HybridConfig, LatentConfig, TypedLayersConfig):
 
     def delta_rule(self, t: Table) -> Rows:
         """Return the rows of the layers that follow the delta rule."""
-        name, theirs, keys = "layers.{layer}.delta", f"{t.layer}.attention", "state_heads each state_key"
+        keys = "state_heads each state_key"
         inner = f"({STATE_QKV} + z: {STATE_VALUES} + b: state_heads each + f: {keys})"
-        conv = f"{theirs}.{{q,k,v}}_conv1d.weight"
         return (
             *t.linear("delta.inner", inner, "embed", "attention.{q,k,v,g,b,f}_proj"),
-            Param(f"{name}.conv.weight", f"({STATE_QKV}) one taps", conv, std=t.std, vector=True),
-            # Of rates spread evenly from 1 to 16, and of steps from 0.001 to 0.1.
-            Param(f"{name}.fade", "(state_heads each)", f"{theirs}.A_log", mean=8.5, std=4.33, uniform=True, log=True),
-            Param(
-                f"{name}.fade_bias", f"({keys})", f"{theirs}.dt_bias", mean=0.0505, std=0.0285, uniform=True, log=True
-            ),
+            *t.convolution("delta.conv", f"({STATE_QKV})", "attention.{q,k,v}_conv1d"),
+            t.row("delta.fade", "(state_heads each)", "attention.A_log", **FADES),
+            t.row("delta.fade_bias", f"({keys})", "attention.dt_bias", **STEPS),
             *t.norm("delta.norm", "attention.o_norm", "state_value"),
             *t.linear("delta.out", "embed", f"({STATE_VALUES})", "attention.dense", ends=True),
         )

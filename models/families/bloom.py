@@ -41,15 +41,12 @@ class BloomConfig(NoRopeConfig):
     gated_network = False
     taken = {"hidden_act": "gelu_new", "max_position_embeddings": 2048}
     mlp_ratio = 4
+    max_positions = None
 
     hidden_act: str = "gelu_new"
     layer_norm_epsilon: float = 1e-5
     hidden_dropout: float = 0.0
     tie_word_embeddings: bool = True
-
-    @property
-    def max_positions(self) -> int | None:
-        return None
 
     @property
     def anatomy(self) -> Anatomy:

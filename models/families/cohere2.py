@@ -21,10 +21,7 @@ class Cohere2Config(CommandConfig, PatternedConfig):
     )  # fmt: skip
     fixed = {"use_qk_norm": False}
     pattern = 4
-
-    @property
-    def all_rotate(self) -> bool:
-        return False
+    all_rotate = False
 
 
 _COHERE2 = {"vocab_size": 256000, "num_key_value_heads": 8, "logit_scale": 0.25, **rope(50000.0)}

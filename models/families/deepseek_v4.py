@@ -144,7 +144,6 @@ class DeepseekV4Config(MoEConfig):
     def mixer(self, t: Table) -> Rows:
         here, stored = _head("rest")
         out = f"(groups o_latent) (each {here})"
-        name, theirs = "layers.{layer}.attn", f"{t.layer}.attn"
         return (
             *_around(t, "attn"),
             *t.linear("attn.q_a", "q_latent", "embed", "attn.wq_a"),
@@ -152,10 +151,10 @@ class DeepseekV4Config(MoEConfig):
             *t.linear("attn.q_b", f"(heads {here})", "q_latent", "attn.wq_b", stored=f"(heads {stored}) q_latent"),
             *t.linear("attn.kv", here, "embed", "attn.wkv", stored=f"{stored} embed"),
             *t.norm("attn.kv_norm", "attn.norm", here, stored=stored),
-            Param(f"{name}.sinks", "heads", f"{theirs}.attn_sink"),
+            t.row("attn.sinks", "heads", "attn.attn_sink"),
             *in_layers(self.layers_of(HEAVY), _blocks(t, "attn.blocks", "attn.compressor", "rate", "rest", False)),
             *in_layers(self.layers_of(SPARSE), self.indexed(t)),
-            Param(f"{name}.grouped", out, f"{theirs}.wo_a.weight", out.replace(here, stored), std=t.std),
+            t.row("attn.grouped", out, "attn.wo_a.weight", out.replace(here, stored), std=t.std),
             *t.linear("attn.out", "embed", "(groups o_latent)", "attn.wo_b", ends=True),
         )
 
@@ -171,9 +170,9 @@ class DeepseekV4Config(MoEConfig):
         )
 
     def network(self, t: Table) -> Rows:
-        name, theirs, most = "layers.{layer}.mlp.router", f"{t.layer}.ffn.gate", self.n_routed_experts
-        table = Param(f"{name}.table", "words choices", f"{theirs}.tid2eid", buffer=True, vector=True, below=most)
-        correction = Param(f"{name}.correction", "routes", f"{theirs}.bias", buffer=True, vector=True)
+        still: dict[str, Any] = {"buffer": True, "vector": True}
+        table = t.row("mlp.router.table", "words choices", "ffn.gate.tid2eid", below=self.n_routed_experts, **still)
+        correction = t.row("mlp.router.correction", "routes", "ffn.gate.bias", **still)
         of = "ffn.experts.{experts}"
         return (
             *_around(t, "mlp"),
@@ -296,23 +295,21 @@ def _blocks(t: Table, name: str, hf: str, rate: str, rest: str, overlapping: boo
     """Return what makes vectors of blocks of so many tokens, of which each may have a part in two."""
     of_one = _head(rest)
     here, stored = (f"(next: {head} + own: {head})" if overlapping else head for head in of_one)
-    ours, theirs = f"layers.{{layer}}.{name}.places", f"{t.layer}.{hf}.ape"
-    places = Param(ours, f"{rate} {here}", theirs, f"{rate} {stored}", vector=True)
     return (
         *t.linear(f"{name}.kv", here, "embed", f"{hf}.wkv", stored=f"{stored} embed"),
         *t.linear(f"{name}.gate", here, "embed", f"{hf}.wgate", stored=f"{stored} embed"),
-        places,
+        t.row(f"{name}.places", f"{rate} {here}", f"{hf}.ape", f"{rate} {stored}", vector=True),
         *t.norm(f"{name}.norm", f"{hf}.norm", of_one[0], stored=of_one[1]),
     )
 
 
 def _around(t: Table, branch: str) -> Rows:
     """Return the streams around a branch."""
-    name, theirs = f"layers.{{layer}}.{branch}_streams", f"{t.layer}.hc_{'ffn' if branch == 'mlp' else branch}"
+    name, hf = f"{branch}_streams", f"hc_{'ffn' if branch == 'mlp' else branch}"
     return (
-        Param(f"{name}.mixes", "mixes (streams embed)", f"{theirs}_fn", std=t.std),
-        Param(f"{name}.base", "mixes", f"{theirs}_base"),
-        Param(f"{name}.scale", "three", f"{theirs}_scale", mean=1.0),
+        t.row(f"{name}.mixes", "mixes (streams embed)", f"{hf}_fn", std=t.std),
+        t.row(f"{name}.base", "mixes", f"{hf}_base"),
+        t.row(f"{name}.scale", "three", f"{hf}_scale", mean=1.0),
     )
 
 

@@ -16,6 +16,7 @@ class FlintConfig(SparseConfig, WindowedConfig):
     defaults = {"num_key_value_heads": 4, "head_dim": 128}
     axes = {**SparseConfig.axes, "shared_mlp": "shared_expert_intermediate_size"}
     rule = {"score": "sigmoid"}
+    all_rotate = False
 
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
@@ -25,10 +26,6 @@ class FlintConfig(SparseConfig, WindowedConfig):
     num_experts: int = 256
     num_experts_per_tok: int = 6
     norm_topk_prob: bool = True
-
-    @property
-    def all_rotate(self) -> bool:
-        return False
 
     def slides(self, layer: int) -> bool:
         return layer > 1 and layer % 4 != 1 and layer != self.num_hidden_layers - 1

@@ -78,15 +78,14 @@ class Gemma3nConfig(SharedKeysConfig):
 
     def params(self) -> tuple[Param, ...]:
         t = self.table()
-        ours, theirs = "layers.{layer}.streams.", f"{t.layer}.altup."
         ends = {"first": "altup_projections", "last": "altup_unembed_projections"}
         return (
             *super().params(),
             *t.norm("streams.norm", "altup.router_norm"),
-            Param(f"{ours}router", "ways embed", f"{theirs}modality_router.weight", std=t.std),
-            Param(f"{ours}predict", "(into streams) ways", f"{theirs}prediction_coefs.weight", std=t.std),
-            Param(f"{ours}correct", "streams ways", f"{theirs}correction_coefs.weight", std=t.std),
-            Param(f"{ours}scale", "embed", f"{theirs}correct_output_scale"),
+            t.row("streams.router", "ways embed", "altup.modality_router.weight", std=t.std),
+            t.row("streams.predict", "(into streams) ways", "altup.prediction_coefs.weight", std=t.std),
+            t.row("streams.correct", "streams ways", "altup.correction_coefs.weight", std=t.std),
+            t.row("streams.scale", "embed", "altup.correct_output_scale"),
             *(
                 Param(f"{at}_streams.proj", "others turned embed", f"model.{hf}.{{others}}.weight", at=at, std=t.std)
                 for at, hf in ends.items()

@@ -176,20 +176,19 @@ class Gemma4Config(SharedKeysConfig, LocalHeadsConfig):
                 *in_layers(sharing, t.linear("wide_mlp.up", wide, "embed", theirs)),
                 *in_layers(sharing, t.linear("wide_mlp.down", "embed", "(wide mlp)", "mlp.down_proj", ends=True)),
             )
-        router, theirs = "layers.{layer}.mlp.router", f"{self.layer}.router"
         return (
             *t.shared_expert("mlp"),
             *t.norm("mlp.shared_out_norm", "post_feedforward_layernorm_1"),
             *t.norm("mlp.experts_norm", "pre_feedforward_layernorm_2"),
             *t.norm("mlp.experts_out_norm", "post_feedforward_layernorm_2"),
             *t.linear("mlp.router", "routes", "embed", "router.proj"),
-            Param(f"{router}_norm.weight", "embed", f"{theirs}.scale", mean=1.0, vector=True),
-            Param(f"{router}.scale", "routes", f"{theirs}.per_expert_scale", mean=1.0, vector=True),
+            t.row("mlp.router_norm.weight", "embed", "router.scale", mean=1.0, vector=True),
+            t.row("mlp.router.scale", "routes", "router.per_expert_scale", mean=1.0, vector=True),
             *t.stacked_experts(hf="experts", outputs_first=True),
         )
 
     def params(self) -> tuple[Param, ...]:
-        factor = Param("layers.{layer}.factor", "one", f"{self.layer}.layer_scalar", mean=1.0, buffer=True)
+        factor = self.table().row("factor", "one", "layer_scalar", mean=1.0, buffer=True)
         # What stands before the network is of it alone where there are experts beside it.
         place = "mlp.shared_norm" if self.enable_moe_block else "mlp_norm"
         return *(replace(row, name=row.name.replace("mlp_norm", place)) for row in super().params()), factor

@@ -6,8 +6,7 @@ from typing import Any
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.presets import shape
 from megacore.models.rope_config import Convention
-from megacore.models.weight_rows import QKV_BY_HEAD, QKV_EACH, Rows, Table
-from megacore.parallel.weights.schema import Param
+from megacore.models.weight_rows import BY_HEAD, Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +37,8 @@ class GptNeoxJapaneseConfig(DecoderConfig):
 
     def mixer(self, t: Table) -> Rows:
         name, last = "attention.dense", (self.num_hidden_layers - 1,)
-        bias = Param("layers.{layer}.attn.out.bias", "embed", f"{self.layer}.{name}_bias", layers=last)
-        return *t.attention(hf="attention.query_key_value", out=name, here=QKV_EACH, stored=QKV_BY_HEAD), bias
+        bias = t.row("attn.out.bias", "embed", f"{name}_bias", layers=last)
+        return *t.attention(hf="attention.query_key_value", out=name, **BY_HEAD), bias
 
     @classmethod
     def _derive(cls, values: dict[str, Any]) -> list[str]:

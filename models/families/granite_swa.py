@@ -12,8 +12,6 @@ from megacore.models.weight_rows import Rows, Table
 
 @dataclass(frozen=True, kw_only=True)
 class SwashConfig(Multipliers, WindowedConfig):
-    """Fields carry their Hugging Face names."""
-
     sliding_window: int | None = 128
     # The theta of each layer, 0 for none that turns; None becomes that of the rope.
     layer_rope_theta: tuple[float, ...] | None = None

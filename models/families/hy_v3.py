@@ -25,6 +25,7 @@ class HYV3Config(NamedLayersConfig, SharedExpertConfig):
     rope_convention = Convention(rope_theta=11158840.0)
     rule = {"score": "sigmoid", "normalised": True, "epsilon": 1e-20}
     head_norms = {}
+    leading = 1
 
     rms_norm_eps: float = 1e-5
     initializer_range: float = 0.006
@@ -35,10 +36,6 @@ class HYV3Config(NamedLayersConfig, SharedExpertConfig):
     num_experts_per_tok: int = 8
     routed_scaling_factor: float = 2.826
     first_k_dense_replace: int = 1
-
-    @property
-    def leading(self) -> int:
-        return 1
 
     def experts(self, t: Table) -> Rows:
         experts = t.experts(router="mlp.router.gate", correction="mlp.expert_bias")

@@ -12,9 +12,8 @@ from megacore.models.latent_config import LatentConfig
 from megacore.models.layer_types import HybridConfig
 from megacore.models.learned_positions import NoRopeConfig
 from megacore.models.presets import shape, tiny_latent
-from megacore.models.weight_rows import STATE_QKV, Rows, Table, in_layers
+from megacore.models.weight_rows import FADES, STATE_QKV, STEPS, Rows, Table, in_layers
 from megacore.parallel import limits
-from megacore.parallel.weights.schema import Param
 
 _MOE, _TABLE = "block_sparse_moe", "linear_attn_config"
 # What published files say of layers with a state in a table: sizes, and the numbers of the layers, from 1.
@@ -92,20 +91,17 @@ class KimiLinearConfig(NoRopeConfig, HybridConfig, LatentConfig, TypedLayersConf
 
     def delta_rule(self, t: Table) -> Rows:
         """Return the rows of the layers that follow the delta rule."""
-        name, theirs = "layers.{layer}.delta", f"{t.layer}.self_attn"
         keys, values = (f"(state_heads each state_{of})" for of in ("key", "value"))
         qkv, heads, latent = f"{STATE_QKV} + b: state_heads each", "one row (state_heads each) column", "state_latent"
-        conv = f"{theirs}.{{q,k,v}}_conv1d.weight"
         return (
             *t.linear("delta.inner", f"({qkv})", "embed", "self_attn.{q,k,v,b}_proj"),
             *t.linear("delta.fades_a", latent, "embed", "self_attn.f_a_proj"),
             *t.linear("delta.fades_b", keys, latent, "self_attn.f_b_proj"),
             *t.linear("delta.gates_a", latent, "embed", "self_attn.g_a_proj"),
             *t.linear("delta.gates_b", values, latent, "self_attn.g_b_proj"),
-            Param(f"{name}.conv.weight", f"({STATE_QKV}) one taps", conv, std=t.std, vector=True),
-            # Of decays spread evenly from 1 to 16, and of steps from 0.001 to 0.1, of which softplus makes as much.
-            Param(f"{name}.fade", heads, f"{theirs}.A_log", mean=8.5, std=4.33, uniform=True, log=True, vector=True),
-            Param(f"{name}.fade_bias", keys, f"{theirs}.dt_bias", mean=0.0505, std=0.0285, uniform=True, log=True),
+            *t.convolution("delta.conv", f"({STATE_QKV})", "self_attn.{q,k,v}_conv1d"),
+            t.row("delta.fade", heads, "self_attn.A_log", vector=True, **FADES),
+            t.row("delta.fade_bias", keys, "self_attn.dt_bias", **STEPS),
             *t.norm("delta.norm", "self_attn.o_norm", "state_value"),
             *t.linear("delta.out", "embed", values, "self_attn.o_proj", ends=True),
         )

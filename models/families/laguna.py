@@ -36,6 +36,7 @@ class LagunaConfig(NamedLayersConfig, LocalRopeConfig):
         SLIDING: Convention(partial_rotary_factor=1.0),
     }
     constants = {"attention_gate": "softplus"}
+    leading = 1
 
     rms_norm_eps: float = 1e-6
     sliding_window: int | None = 512
@@ -53,10 +54,6 @@ class LagunaConfig(NamedLayersConfig, LocalRopeConfig):
 
     def slides(self, layer: int) -> bool:
         return False
-
-    @property
-    def leading(self) -> int:
-        return 1
 
     @property
     def others(self) -> dict[int, list[int]]:

@@ -16,6 +16,7 @@ class MiniCPM3Config(LatentConfig):
     harmless = frozenset({"pretraining_tp"})
     fixed = {"mlp_bias": False}
     told = {"embedding_scale": "scale_emb"}
+    rope_interleave = False
 
     initializer_range: float = 0.1
     tie_word_embeddings: bool = True
@@ -28,10 +29,6 @@ class MiniCPM3Config(LatentConfig):
     scale_emb: float = 12
     scale_depth: float = 1.4
     dim_model_base: int = 256
-
-    @property
-    def rope_interleave(self) -> bool:
-        return False
 
     @property
     def anatomy(self) -> Anatomy:

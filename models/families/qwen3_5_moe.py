@@ -7,7 +7,7 @@ from typing import Any
 from megacore.models.config import Shapes
 from megacore.models.experts_config import MoEConfig
 from megacore.models.families.qwen3_5 import EACH, Qwen3_5Config
-from megacore.models.presets import STATES, tiny
+from megacore.models.presets import STATES
 from megacore.models.weight_rows import Rows, Table
 from megacore.models.wrappers import LIE
 
@@ -54,7 +54,8 @@ class Qwen3_5MoeConfig(MoEConfig, Qwen3_5Config):
 
 PRESETS = {
     "qwen3_5_moe_text-tiny": EACH
-    | tiny(32, head_dim=16, num_experts=16, num_experts_per_tok=4)
+    | {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512, "head_dim": 16}
+    | {"num_key_value_heads": 2, "max_position_embeddings": 512, "num_experts": 16, "num_experts_per_tok": 4}
     | STATES
     | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
     "qwen3.5-35b-a3b": EACH | {"hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16},

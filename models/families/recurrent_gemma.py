@@ -44,6 +44,7 @@ class RecurrentGemmaConfig(LayerTypesConfig):
     told = {"logit_softcap": "logits_soft_cap"}
     network_rows = ("mlp_block.{gate,up}_proj", "mlp_block.down_proj")
     mlp_bias = True
+    max_positions = None
 
     hidden_act: str = "gelu_pytorch_tanh"
     rms_norm_eps: float = 1e-6
@@ -70,10 +71,6 @@ class RecurrentGemmaConfig(LayerTypesConfig):
     def channels(self) -> int:
         """Those of a head of a recurrence."""
         return self.lru_width // (self.num_attention_heads or 1)
-
-    @property
-    def max_positions(self) -> int | None:
-        return None
 
     @property
     def anatomy(self) -> Anatomy:

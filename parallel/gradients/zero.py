@@ -240,7 +240,6 @@ class FSDPUnit:
     """A module, and the parameters that it needs whole while it computes.
 
     Args:
-        module: The module.
         trained, frozen: The flat parameters that it uses.
         stays: Whether its backward follows its forward, so that there is no use in resharding between them.
     """

@@ -431,9 +431,6 @@ def _as_it_is(x: Tensor, y: Tensor | None = None) -> Tensor:
     return x
 
 
-# -- where attention weights are dropped
-
-
 # -- on CPUs, where torch's own kernel is the slower one for short rows of narrow numbers
 
 
@@ -495,6 +492,9 @@ def causal_backward(
 def _pays(q: Tensor) -> bool:
     """Return whether the backward of q: [b, heads, s, head] is faster in blocks of queries than torch's."""
     return q.dtype.itemsize < 4 and q.shape[2] < _LONG and not upcasts(q)
+
+
+# -- where attention weights are dropped
 
 
 def by_formula(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, starts: Tensor | None = None) -> Tensor:

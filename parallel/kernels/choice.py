@@ -154,10 +154,8 @@ def cast_transpose(device: torch.device) -> ModuleType | None:
     return _fused("cast_transpose", device)
 
 
-def grouped_products(*weights: Tensor) -> grouped.GroupedProducts:
-    """Return what multiplies the rows of experts with these weights, each [experts, out, in]: torch's kernel, or a
-    loop."""
-    return grouped.products(*weights)
+grouped_products = grouped.products
+"""What multiplies the rows of experts with their weights: torch's kernel, or a loop."""
 
 
 def _unless_compiled(
@@ -295,7 +293,6 @@ def chosen(device: torch.device, compiled: bool, dtype: torch.dtype) -> str:
     """Return what was chosen for a GPU, in a line; of a CPU nothing, but where products of ``dtype`` are upcast.
 
     Args:
-        device: The device.
         compiled: Whether blocks are compiled.
         dtype: That of weights and activations.
     """

@@ -37,7 +37,6 @@ def update(
     """Update host tensors in place, bit for bit that of the optimizers of :mod:`parallel.kernels`.
 
     Args:
-        step: The step.
         values: [n] each, and of one dtype.
         gradients: Those of them, alike; they are divided in place.
         means, squares: Moments of them; of one dtype, which may be narrower.

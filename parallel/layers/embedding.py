@@ -22,7 +22,6 @@ class VocabParallelEmbedding(nn.Module):
     Args:
         vocab: Number of tokens.
         embed: Size of an embedding.
-        mesh: The live mesh.
         padding_idx: That of ``nn.Embedding``: a token whose row starts as zeros and gets no gradient from being looked
             up; negative ones count from the end of the vocabulary.
         dtype: That of the parameter.

@@ -62,7 +62,6 @@ class Indexer(nn.Module):
         k, k_norm: Make the keys: embed -> head.
         weights: Makes the weights of the heads: embed -> heads.
         heads: How many there are.
-        mesh: The live mesh.
     """
 
     def __init__(

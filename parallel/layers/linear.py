@@ -238,7 +238,6 @@ class ColumnParallelLinear(_ParallelLinear):
     Args:
         in_features: Size of the input.
         out_features: Size of the output over all ranks; a multiple of tp.
-        mesh: The live mesh.
         bias: Whether to add a learned bias, split like the output.
         input: ``"sequence"``: tokens (dimension 0) are split over tp, and gathered here. ``"replicated"``: every rank
             holds the same x: [tokens, in] (Megatron's layer without sequence parallelism).
@@ -280,7 +279,6 @@ class RowParallelLinear(_ParallelLinear):
     Args:
         in_features: Size of the input over all ranks; a multiple of tp.
         out_features: Size of the output.
-        mesh: The live mesh.
         bias: Whether to add a learned bias; it is held by every rank, whose gradients belong summed over tp (each rank
             sees only its own tokens) when the output is ``"sequence"``.
         input: ``"split"``: x: [tokens, in/tp], as a column-parallel layer leaves it. ``"replicated"``: x: [tokens, in],

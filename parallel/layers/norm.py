@@ -31,7 +31,6 @@ class RMSNorm(nn.Module):
 
     Args:
         features: Size of the last dimension.
-        mesh: The live mesh.
         eps: Added to the mean square.
         dtype: That of the parameter.
     """
@@ -63,7 +62,6 @@ class LayerNorm(nn.Module):
 
     Args:
         features: Size of the last dimension.
-        mesh: The live mesh.
         eps: Added to the variance.
         dtype: That of the parameters.
     """
@@ -118,7 +116,6 @@ class SplitRMSNorm(nn.Module):
     Args:
         weight: [heads/tp * head].
         eps: Added to the mean square.
-        mesh: The live mesh.
         groups: Those of all ranks, a multiple of them or a divisor.
     """
 

@@ -149,7 +149,6 @@ class Pipeline:
     be [n]: the first number is trained, the others, which have no gradient, are told.
 
     Args:
-        mesh: The live mesh.
         chunks: This rank's, chunk by chunk: ``chunk(activations or None, microbatch) -> activations or loss``.
         dtype: The dtype of the activations between stages.
         schedule: A name from :data:`~parallel.pipeline.schedules.SCHEDULES`.
@@ -212,7 +211,6 @@ def forward(
     stages.
 
     Args:
-        mesh: The live mesh.
         chunks: This rank's, ``chunk(activations or None, microbatch) -> activations``, or of the last one anything.
         microbatch: The same on all stages.
         dtype: The dtype of the activations between stages.

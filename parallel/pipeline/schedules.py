@@ -616,49 +616,25 @@ class Request(NamedTuple):
     message: Message
 
 
-def messages(schedule: Schedule, placement: Placement = "loop") -> tuple[dict[Direction, tuple[Message, ...]], ...]:
-    """Return the messages that each stage sends on its two channels, in the order in which it sends.
-
-    The forward channel leads from stage s to (s + 1) % stages, the backward channel to (s - 1) % stages. In a loop the
-    one carries the outputs of forwards, the other input gradients; in a V, of odd chunks, the other way round. Each is
-    a FIFO of its own: with two stages both channels of a stage lead to the same peer and are still two. A stage sends
-    itself nothing; its chunks hand over locally.
-    """
-    stages, last = len(schedule), _last(schedule)
-    plans: list[dict[Direction, tuple[Message, ...]]] = []
-    for stage, row in enumerate(schedule):
-        sent = [sent_after(action, stage, stages, last, placement) for action in row]
-        plans.append(
-            {
-                "forward": tuple(x.message for x in sent if x and x.direction == "forward"),
-                "backward": tuple(x.message for x in sent if x and x.direction == "backward"),
-            }
-        )
-    return tuple(plans)
-
-
 def _last(schedule: Schedule) -> int:
     """Return the last virtual stage."""
     return max(action.chunk for row in schedule for action in row) * len(schedule) + len(schedule) - 1
 
 
 def sent_after(action: Action, stage: int, stages: int, last: int, placement: Placement) -> Request | None:
-    """Return what a stage sends to another one after an action, if anything; ``last``: the last virtual stage."""
+    """Return what a stage sends to another one after an action, if anything; ``last``: the last virtual stage.
+
+    The forward channel leads from stage s to (s + 1) % stages, the backward channel to (s - 1) % stages. In a loop the
+    one carries the outputs of forwards, the other input gradients; in a V, of odd chunks, the other way round. Each is
+    a FIFO of its own: with two stages both channels of a stage lead to the same peer and are still two. A stage sends
+    itself nothing; its chunks hand over locally.
+    """
     virtual = virtual_stage(stage, action.chunk, stages, placement)
     to = virtual + {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]
     if to == virtual or not 0 <= to <= last or stage_of(to, stages, placement) == stage:
         return None
     ahead = (to > virtual) != (placement == "v" and action.chunk % 2 == 1)
     return Request("forward" if ahead else "backward", Message(to // stages, action.microbatch))
-
-
-def arrivals(schedule: Schedule, stage: int, placement: Placement = "loop") -> dict[Direction, tuple[Message, ...]]:
-    """Return what ``stage`` must receive from its two neighbours, in the order in which they send it."""
-    plans, stages = messages(schedule, placement), len(schedule)
-    return {
-        "forward": plans[(stage - 1) % stages]["forward"],
-        "backward": plans[(stage + 1) % stages]["backward"],
-    }
 
 
 def requests(schedule: Schedule, placement: Placement = "loop") -> tuple[tuple[tuple[Request, ...], ...], ...]:

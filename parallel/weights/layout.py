@@ -137,7 +137,6 @@ def split_axis(axis: str, size: int, parts: int, part: int, dims: Sequence[str] 
 
     Args:
         axis: Its name.
-        size: Its size.
         parts: The number of parts of the mesh, along ``dims``.
         part: One of them.
         dims: The mesh dimensions that split it; by default those of :data:`~parallel.weights.schema.SPLIT`.

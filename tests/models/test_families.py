@@ -4,6 +4,7 @@ is refused; and published files mean here what they mean to transformers."""
 import json
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from megacore.models.anatomy import FULL, ROPE, SLIDING
 from megacore.models.assemble import Model
 from megacore.models.config import ModelConfig, ModelConfigError
 from megacore.models.decoder import Microbatch
-from megacore.models.registry import configure, family
+from megacore.models.registry import FAMILIES, configure, family
 from megacore.models.rope_config import DefaultRope, YarnRope
 from megacore.models.stages import layout_of
 from megacore.parallel.kernels.activation import clamped_swiglu, gated, limited_swiglu
@@ -70,6 +71,15 @@ OLD: dict[str, Fields] = {
 
 
 _FIELDS = yaml.safe_load(Path(__file__).with_name("fields.yaml").read_text())
+
+
+def test_what_has_no_type_is_no_field() -> None:
+    """A default without a type would be none: that of the class behind would stay."""
+    for name in FAMILIES:
+        kind = family(name).config
+        for each in (each for each in kind.__mro__ if issubclass(each, ModelConfig)):
+            untyped = vars(each).keys() - vars(each).get("__annotations__", {}).keys()
+            assert untyped.isdisjoint(field.name for field in fields(each)), each
 
 
 # -- other words for the same

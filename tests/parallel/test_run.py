@@ -15,13 +15,14 @@ from connections import connecting_at_first_use
 from drawn_orders import drawn_order
 from in_flight import in_flight, takes
 from pool import Pool
+from stage_messages import arrivals
 from torch import Tensor, nn
 
 from megacore.parallel.enum_errors import IN_GROUPS
 from megacore.parallel.mesh import BACKWARD, FORWARD, Mesh
 from megacore.parallel.pipeline import run
 from megacore.parallel.pipeline.run import Pipeline
-from megacore.parallel.pipeline.schedules import SCHEDULES, Message, Schedule, arrivals, builder, simulate
+from megacore.parallel.pipeline.schedules import SCHEDULES, Message, Schedule, builder, simulate
 from megacore.parallel.virtual_stages import placement_of, stage_of, virtual_stage
 from megacore.parallel.weights.layout import MeshShape
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_flight import in_flight, takes
+from stage_messages import arrivals, messages
 
 from megacore.parallel.enum_errors import IN_GROUPS, OVERLAPPED, SPLIT_BACKWARD, V_SHAPED
 from megacore.parallel.pipeline.schedules import (
@@ -23,14 +24,12 @@ from megacore.parallel.pipeline.schedules import (
     Schedule,
     ScheduleError,
     W,
-    arrivals,
     builder,
     draw,
     dualpipe_v,
     forward_only,
     gpipe,
     interleaved,
-    messages,
     one_f_one_b,
     overlapped,
     simulate,
