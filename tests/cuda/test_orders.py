@@ -18,9 +18,10 @@ from unittest.mock import patch
 
 import pytest
 import steps
+import yaml
 from ordered_gpu import Allocate, Entry, Free, MemorySpan, OrderedGpu, RecordStream, stored
 from ordered_gpu import MemoryLaunch as Launch
-from orders import BEFORE, findings, left_out
+from orders import findings, left_out
 from steps import CASES, Case
 from test_trace import NAMES, in_a_process, pytestmark
 from torch import Tensor
@@ -89,66 +90,7 @@ def test_all_steps_are_in_order(part: int) -> None:
 
 WAITING = [name for name, case in CASES.items() if {"mesh", "host", "file"} & set(re.split(r"\W", case.overrides))]
 """Cases of which a rank waits for something."""
-HARMLESS: Mapping[str, Sequence[str]] = {
-    # Nobody reads the loss before the norm is there, whose message comes later on the same stream.
-    "Wait megacore/training/step.py:total_loss": ["parallel/gradients/reduce.py:norm_of"],
-    # Successive messages of one communicator: who has waited for a later one knows of those before it.
-    "Wait parallel/gradients/buckets.py:Bucket.take": [BEFORE],
-    "Wait parallel/collectives.py:Pending.wait": ["parallel/layers/product.py:Product.gather_input_gradient"],
-    "Wait parallel/gradients/reduce.py:Gradients.finish": [BEFORE, "parallel/gradients/reduce.py:Gradients.finish"],
-    "Wait parallel/gradients/zero.py:FlatParameters.wait": [
-        BEFORE,
-        "parallel/gradients/buckets.py:Bucket.take",
-        "parallel/gradients/zero.py:FlatParameters.wait",
-    ],
-    "Wait parallel/layers/experts.py:Dispatch.start_back.<locals>.finish": ["parallel/collectives.py:Pending.wait"],
-    "Wait parallel/layers/embedding.py:VocabParallelEmbedding.forward": ["parallel/layers/product.py:gathered"],
-    "Wait parallel/layers/product.py:Product.forward_scatter": [
-        "parallel/layers/product.py:Product.gather_input_gradient"
-    ],
-    "Wait parallel/layers/linear.py:Column.backward": ["parallel/layers/linear.py:Column.backward"],
-    "Wait parallel/layers/experts.py:Experts.forward": ["parallel/layers/experts.py:Dispatch.start"],
-    # A pipeline's messages in one direction: several are let go, and have room made for them, at a time.
-    "Wait parallel/pipeline/run.py:Outbox.reached": ["parallel/pipeline/run.py:Outbox.reached"],
-    "Wait parallel/pipeline/run.py:_Run._make_room": [BEFORE, "parallel/pipeline/run.py:_Run._make_room"],
-    # Several activations leave, or come, before the memory of one is used.
-    "RecordEvent parallel/memory/offload.py:HostMemory.send": [BEFORE, "parallel/memory/offload.py:HostMemory.settle"],
-    "Wait parallel/memory/offload.py:HostMemory.fetch": [BEFORE],
-    "Wait parallel/memory/offload.py:HostMemory.send": ["parallel/memory/offload.py:HostMemory.send"],
-    "Wait parallel/memory/offload.py:HostMemory.settle": [BEFORE, "parallel/memory/offload.py:HostMemory.settle"],
-    "Wait parallel/memory/offload.py:_Parcel.open": [BEFORE, "parallel/memory/offload.py:_Parcel.open"],
-    # The gather comes after the copy, and is waited for itself.
-    "RecordEvent parallel/gradients/shard_stores.py:OnHost.gather": [BEFORE],
-    "Wait parallel/gradients/shard_stores.py:OnHost.gather": [BEFORE],
-    "Wait parallel/gradients/shard_stores.py:OnHost.gather.<locals>.finish": [BEFORE],
-    # The host, which updates the states, waits itself.
-    "RecordEvent megacore/training/states/offload.py:OffloadedStore._update": [
-        BEFORE,
-        "megacore/training/states/offload.py:OffloadedStore._send",
-        "megacore/training/states/windows.py:WindowStore._bring",
-    ],
-    "Wait megacore/training/states/offload.py:OffloadedStore._send": [
-        BEFORE,
-        "megacore/training/states/offload.py:OffloadedStore._send",
-        "megacore/training/states/offload.py:OffloadedStore.update",
-        "megacore/training/states/windows.py:WindowStore._bring",
-    ],
-    "Wait megacore/training/states/offload.py:OffloadedStore.update": [
-        BEFORE,
-        "megacore/training/states/offload.py:OffloadedStore._update",
-        "megacore/training/states/offload.py:OffloadedStore.update",
-        "megacore/training/states/windows.py:WindowStore._bring",
-        "the host reads",
-    ],
-    "Wait megacore/training/states/windows.py:WindowStore._bring": [
-        BEFORE,
-        "megacore/training/states/offload.py:OffloadedStore._send",
-        "megacore/training/states/offload.py:OffloadedStore._update",
-        "megacore/training/states/windows.py:WindowStore._bring",
-    ],
-}
-"""{what may be left out somewhere: the waits that then cover it, of the same stream, or of one that it waits for}.
-Elsewhere the same is caught."""
+HARMLESS: Mapping[str, Sequence[str]] = yaml.safe_load(Path(__file__).with_name("harmless.yaml").read_text())
 
 
 def alone(names: Sequence[str]) -> list[tuple[str, str, list[str], frozenset[str]]]:

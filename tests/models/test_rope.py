@@ -3,10 +3,12 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+import yaml
 from draws import draw_rope, draw_ropes
 from operators import kept_for_backward
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
@@ -49,6 +51,7 @@ from megacore.models.rope_config import (
 )
 from megacore.parallel.kernels.rotation import apply, split_and_apply
 
+_FIELDS = yaml.safe_load(Path(__file__).with_name("fields.yaml").read_text())
 FLOAT64_AND_32 = [torch.float64, torch.float32]
 QKV_SHAPES = [  # leading, t, heads, kv, head_dim, turning
     ((), 5, 4, 2, 8, 8),
@@ -701,19 +704,7 @@ def test_what_is_not_overridden_stays_in_each_kind(
     assert by_kind(override_by_kind(base, given, GEMMA3), GEMMA3) == ropes | after
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"rope_parameters": {"full": {}}}, "no kind of layer 'full' (choose from full_attention, sliding_attention)"),
-        ({"rope_parameters": {"full_atention": {}}}, "did you mean 'full_attention'?"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "no kind of layer 'rope_type'"),
-        ({"rope_parameters": "yarn"}, "rope_parameters is 'yarn': it must be a mapping by kind of layer"),
-        ({"rope_parameters": {GLOBAL: "yarn"}}, "full_attention: rope_parameters: rope_parameters is 'yarn'"),
-        ({"rope_parameters": {LOCAL: {"rope_type": "linear"}}}, "sliding_attention: rope_parameters: rope_type 'lin"),
-        ({"rope_parameters": {LOCAL: {"rope_theta": 1.0}}, "rope_local_base_freq": 2.0}, "freq is given twice, as 1.0"),
-        ({"rope_parameters": {GLOBAL: {"partial_rotary_factor": 0.5}}}, "no field 'partial_rotary_factor'"),
-    ],
-)
+@pytest.mark.parametrize(("config", "message"), _FIELDS["ropes_of_kinds"])
 def test_what_cannot_be_read_of_a_kind_is_named(config: dict[str, Any], message: str) -> None:
     for given in (config, override_by_kind({}, config, GEMMA3)):
         with pytest.raises(ValueError) as error:
@@ -721,29 +712,7 @@ def test_what_cannot_be_read_of_a_kind_is_named(config: dict[str, Any], message:
         assert message in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"rope_parameters": {"rope_type": "lama3"}}, "unknown rope_type 'lama3': did you mean 'llama3'?"),
-        ({"rope_scaling": {"type": "axial"}}, "unknown rope_type 'axial'"),
-        ({"rope_parameters": {"rope_type": ["yarn"]}}, "unknown rope_type ['yarn']"),
-        ({"rope_parameters": YARN2 | {"betafast": 32}}, "no field 'betafast': did you mean 'beta_fast'?"),
-        ({"rope_parameters": {"factor": 2.0}}, "rope_type 'default' has no field 'factor'"),
-        ({"rope_parameters": YARN2 | {"low_freq_factor": 1.0}}, "rope_type 'yarn' has no field 'low_freq_factor'"),
-        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type 'linear' needs the field 'factor'"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' needs the field 'factor'"),
-        ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "needs the field 'low_freq_factor'"),
-        ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "needs the field 'high_freq_factor'"),
-        ({"rope_scaling": {"type": "dynamic"}, "max_position_embeddings": None}, "'max_position_embeddings', which is"),
-        ({"rope_parameters": {"full_attention": {}}}, "has no field 'full_attention'"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "'default' has no field 'partial_rotary_factor'"),
-        ({"partial_rotary_factor": 0.5}, "no field 'partial_rotary_factor'"),
-        ({"rope_parameters": YARN2, "rope_scaling": LLAMA3}, "disagree: remove one"),
-        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta is given twice, as 500000.0 and 1"),
-        ({"rope_scaling": {"rope_type": "yarn", "type": "linear"}}, "rope_type is given twice"),
-        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn': it must be a mapping"),
-    ],
-)
+@pytest.mark.parametrize(("config", "message"), _FIELDS["ropes"])
 def test_what_cannot_be_read_is_named(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         from_hugging_face({"max_position_embeddings": 64} | config)

@@ -1,6 +1,7 @@
 """Declarations of parameters and of whole models."""
 
 import re
+from typing import Any
 
 import pytest
 
@@ -83,7 +84,7 @@ def test_parameters_are_counted() -> None:
 
 
 TWO = "(q: embed + k: embed) vocab"
-REFUSED: list[tuple[list[tuple[str, ...]], str]] = [
+REFUSED: list[tuple[list[tuple[Any, ...]], str]] = [
     ([("a", "embed"), ("a", "vocab")], "a is declared twice"),
     # Else both are read from one Hugging Face's tensor, and one of them is lost on the way back.
     ([("a", TWO, "wte"), ("b", "embed", "wte")], "a and b have one Hugging Face name, wte: rename one"),
@@ -107,7 +108,7 @@ REFUSED: list[tuple[list[tuple[str, ...]], str]] = [
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("params", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_what_is_no_schema_is_refused(params: list[tuple[str, ...]], message: str) -> None:
+def test_what_is_no_schema_is_refused(params: list[tuple[Any, ...]], message: str) -> None:
     wrong = {axis: size for axis, size in (("none", 0), ("below", -1)) if axis in message}
     with pytest.raises(ValueError, match=re.escape(message)):
         Schema(tuple(Param(*each) for each in params), SIZES | wrong)

@@ -7,12 +7,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from changes import (
     Change,
     both,
@@ -79,7 +80,7 @@ def refused(group: str, rows: Rows, *commands: str) -> None:
         CASES[f"{group}-{name}"] = Case(commands[number % len(commands)], change, tuple(words))
 
 
-def asked(group: str, command: str, rows: Mapping[str, tuple[str, ...]]) -> None:
+def asked(group: str, command: str, rows: Mapping[str, Sequence[str]]) -> None:
     """Add rows (arguments, what the message names ...), of sound folders."""
     for name, (arguments, *words) in rows.items():
         assert f"{group}-{name}" not in CASES
@@ -698,97 +699,17 @@ refused(
     },
     "convert experts target",
 )
-asked(
-    "experts",
-    "convert experts target",
-    {
-        "ep-3": ("--ep 3", "cannot split experts (4) over ep x tp=3: choose ep x tp from 1, 2, 4"),
-        "ep-x-tp-8": ("--ep 4 --tp 2", "experts (4) over ep x tp=8", "or etp=2, which splits each of them over tp"),
-        "etp-3": ("--ep 2 --tp 2 --etp 3", "etp=3 is neither 1", "nor tp=2"),
-        "ep-8": ("--ep 8 --tp 2 --etp 2", "experts (4) over ep=8: choose ep from 1, 2, 4"),
-        "all-at-once": ("--ep 3 --tp 3 --pp 4", "experts (4) over ep x tp=9", "heads (4) over tp=3", "3 layers"),
-    },
-)
 
 # -- arguments
 
-asked(
-    "convert",
-    CONVERT,
-    {
-        "tp-does-not-divide": ("--tp 3", "heads (8)", "tp=3", "choose tp from 1, 2, 4, 8"),
-        "tp-zero": ("--tp 0", "--tp", "'0'"),
-        "tp-negative": ("--tp -2", "--tp"),
-        "tp-text": ("--tp two", "--tp", "'two'"),
-        "tp-fraction": ("--tp 2.0", "--tp", "'2.0'"),
-        "tp-huge": (f"--tp {10**8}", "heads (8)"),
-        "tp-endless": (f"--tp {'9' * 5000}", "--tp"),
-        "pp-more-than-layers": ("--pp 6", "6", "5 layers"),
-        "ep-without-experts": ("--ep 2", "ep=2", "no experts", "set ep=1"),
-        "etp-without-experts": ("--tp 2 --etp 2", "etp=2", "no experts", "set etp=1"),
-        "stages-too-few": (
-            "--pp 2 --layers-per-stage 5",
-            "--layers-per-stage (5) has 1",
-            "--pp x --chunks = 2 x 1 = 2",
-        ),
-        "stages-too-many": ("--pp 2 --layers-per-stage 1,1,3", "3 numbers"),
-        "stages-sum": ("--pp 2 --layers-per-stage 2,2", "adds up to 4", "5 layers"),
-        "stages-zero": ("--pp 2 --chunks 2 --layers-per-stage 0,0,5,0", "--layers-per-stage", "is 0,1,4,0"),
-        "stages-gap": ("--pp 2 --layers-per-stage 2,,3", "--layers-per-stage"),
-        "all-layout-problems-at-once": ("--tp 3 --ep 2 --pp 6", "heads (8)", "kv (2)", "ep=2", "5 layers"),
-        "dtype-unknown": ("--dtype float8", "float8"),
-        "to-unknown": ("--to gguf", "gguf"),
-        "to-hf": ("--to hf", "hf is a Hugging Face folder already"),
-        "jobs-zero": ("--jobs 0", "--jobs"),
-    },
-)
-asked(
-    "reshard",
-    "reshard ckpt target",
-    {
-        "tp-does-not-divide": ("--tp 3", "heads (8)", "kv (2)"),
-        "pp-huge": (f"--pp {10**8}", "5 layers"),
-        "chunks-more-than-layers": ("--pp 2 --chunks 4", "2 x 4 = 8", "5 layers"),
-        "ep-without-experts": ("--ep 4", "ep=4", "no experts", "set ep=1"),
-        "stages-text": ("--pp 2 --layers-per-stage all", "--layers-per-stage", "'all'"),
-        "unknown-option": ("--dtype float32", "--dtype"),
-    },
-)
-asked(
-    "export",
-    EXPORT,
-    {
-        "etp": ("--etp 2", "leave out --tp, --pp, --ep, --etp"),
-        "size-nonsense": ("--max-shard-size huge", "'huge'", "5GB"),
-        "size-negative": ("--max-shard-size=-5GB", "'-5GB'"),
-        "size-zero": ("--max-shard-size 0", "'0'"),
-        "size-unit": ("--max-shard-size 5GX", "'5GX'"),
-    },
-)
+for _group, _of in yaml.safe_load(Path(__file__).with_name("bad_arguments.yaml").read_text()).items():
+    asked(_group, _of["command"] or "", _of["rows"])
+asked("convert", CONVERT, {"tp-endless": (f"--tp {'9' * 5000}", "--tp")})
 asked(
     "folders",
     "",
     {
-        "no-target": ("convert hf", "target"),
-        "no-arguments": ("reshard", "source", "target"),
-        "checkpoint-without-to": ("convert ckpt target --tp 2", "megacore reshard", "--to hf"),
-        "reshard-of-hf": ("reshard hf target", "Hugging Face folder", "megacore convert"),
-        "source-missing": ("convert nowhere target", "nowhere is not a folder"),
-        "source-missing-reshard": ("reshard nowhere target", "nowhere is not a folder"),
-        "source-a-file": ("convert hf/config.json target", "config.json is not a folder"),
         "source-name-too-long": (f"convert {'x' * 300} target", "too long"),
-        "inspect-missing": ("inspect hf/nowhere", "is not a folder"),
-        "inspect-diff-missing": ("inspect hf --diff hf/nowhere", "is not a folder"),
-        "inspect-neither": ("inspect .", "config.json"),
-        "inspect-check-of-hf": ("inspect hf --check", "no fingerprints"),
-        "target-exists": ("convert hf gpt2", "gpt2", "exists", "choose another name"),
-        "target-a-file": ("reshard ckpt hf/config.json", "config.json", "exists"),
-        "target-is-source": ("convert hf hf", "hf"),
-        "target-is-source-reshard": ("reshard ckpt ckpt/../ckpt", "ckpt"),
-        "target-in-source": ("convert hf hf/target", "lies in", "hf"),
-        "target-in-source-deep": ("reshard ckpt ckpt/tokenizer/a/b", "lies in", "ckpt"),
-        "target-in-source-dry": ("reshard ckpt ckpt/target --dry-run", "lies in", "ckpt"),
-        "target-under-a-file": ("convert hf hf/config.json/target", "config.json"),
         "target-name-too-long": (f"convert hf {'x' * 300}", "too long"),
     },
 )
