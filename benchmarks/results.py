@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-T = TypeVar("T")
+T, Measured = TypeVar("T"), TypeVar("Measured")
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -33,15 +33,15 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (names, rule, *rows))
 
 
-def in_turns(ways: Mapping[T, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[T, list[float]]:
-    """Return {way: the seconds that it tells of in each round}, but for the first ones. All ways take turns: a drift of
-    the machine meets all alike."""
-    found: dict[T, list[float]] = {way: [] for way in ways}
+def in_turns(ways: Mapping[T, Callable[[], Measured]], rounds: int, warm_up: int = 1) -> dict[T, list[Measured]]:
+    """Return {way: what it tells of each round, such as seconds}, but for the first ones. All ways take turns: a drift
+    of the machine meets all alike."""
+    found: dict[T, list[Measured]] = {way: [] for way in ways}
     for turn in range(warm_up + rounds):
         for way, run in ways.items():
-            seconds = run()
+            measured = run()
             if turn >= warm_up:
-                found[way].append(seconds)
+                found[way].append(measured)
     return found
 
 

@@ -1,14 +1,17 @@
-"""How long launch/pretrain.sh takes from the command to a first word, and to a first step.
+"""How long launch/pretrain.sh takes from the command to a first word, and to a first step; and launch/finetune.sh to
+what is wrong with a recipe.
 
     python benchmarks/startup.py [--rounds 5] [--root FOLDER] [--json FILE]
 
-The cases take turns. A problem is timed until the command has ended, a first step until its line stands in
-metrics.jsonl. ``--root`` names another checkout, with a .venv of its own, to compare with.
+The cases take turns. A problem is timed until the command has ended, in seconds of the clock and of CPU, a first step
+until its line stands in metrics.jsonl. ``--root`` names another checkout, with a .venv of its own, to compare with.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import resource
 import shutil
 import signal
 import statistics
@@ -28,10 +31,19 @@ ROOT = Path(__file__).resolve().parent.parent
 CASES: Mapping[str, Sequence[str]] = {
     "a typo": ("trian.steps=3",),
     "a missing corpus": ("data.train=nowhere/corpus",),
+    "finetuning: a typo": ("trian.steps=3",),
+    "finetuning: a wrong value": ("optimizer.lr=0",),
+    "finetuning: a bad line": (),
     "first step, tp=1": ("mesh.tp=1",),
     "first step, tp=2": ("mesh.tp=2",),
 }
-SAID = {"a typo": "trian: unknown key", "a missing corpus": "there is no nowhere/corpus.bin"}
+SAID = {
+    "a typo": "trian: unknown key",
+    "a missing corpus": "there is no nowhere/corpus.bin",
+    "finetuning: a typo": "trian: unknown key",
+    "finetuning: a wrong value": "optimizer.lr (0.0)",
+    "finetuning: a bad line": "line 1000: text is a int",
+}
 RUN = (
     "model.hidden_size=64",
     "model.intermediate_size=176",
@@ -56,16 +68,26 @@ def corpus(folder: Path) -> str:
     return str(folder / "pages")
 
 
-def seconds(case: str, root: Path, data: str, folder: Path) -> float:
-    """From the command to what the case waits for.
+def rows(folder: Path) -> str:
+    """A file of a thousand texts, whose last one is none -> its path."""
+    texts = [json.dumps({"text": "some words of a text " * 20})] * 999
+    (folder / "rows.jsonl").write_text("\n".join([*texts, json.dumps({"text": 3})]))
+    return str(folder / "rows.jsonl")
+
+
+def seconds(case: str, root: Path, data: str, folder: Path) -> tuple[float, float]:
+    """From the command to what the case waits for, and of CPU.
 
     Raises:
         RuntimeError: it has ended otherwise.
     """
     out, errors = folder / "run", folder / "errors"
     shutil.rmtree(out, ignore_errors=True)
-    recipe = str(root / "launch/recipes/quickstart.yaml")
-    command = [str(root / "launch/pretrain.sh"), recipe, f"out={out}", f"data.train={data}", *RUN, *CASES[case]]
+    script, name, given = "pretrain", "quickstart", (f"data.train={data}", *RUN)
+    if case.startswith("finetuning"):
+        script, name, given = "finetune", "finetune", (f"data.train={rows(folder)}", "model.preset=llama-tiny")
+    recipe, before = str(root / f"launch/recipes/{name}.yaml"), _cpu()
+    command = [str(root / f"launch/{script}.sh"), recipe, f"out={out}", *given, *CASES[case]]
     with errors.open("wb") as said:
         started = time.perf_counter()
         process = subprocess.Popen(command, cwd=folder, stdout=said, stderr=said, start_new_session=True)
@@ -83,7 +105,13 @@ def seconds(case: str, root: Path, data: str, folder: Path) -> float:
     text = errors.read_text("utf-8", errors="replace")
     if ended != (case in SAID) or SAID.get(case, "") not in text:
         raise RuntimeError(f"{case}: {text[-2000:]}")
-    return taken
+    return taken, _cpu() - before
+
+
+def _cpu() -> float:
+    """The seconds of CPU of the processes that have ended below this one."""
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
 
 
 def _has_line(path: Path) -> bool:
@@ -100,11 +128,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         data = corpus(folder / "data")
         ways = {case: partial(seconds, case, arguments.root.resolve(), data, folder) for case in CASES}
         times = results.in_turns(ways, arguments.rounds, warm_up=0)
-    rows = [
-        (case, f"{statistics.median(taken):.2f}", f"{min(taken):.2f} .. {max(taken):.2f}")
-        for case, taken in times.items()
-    ]
-    print(results.table(("", "median s:", "min .. max:"), rows))
+    print(f"load of the machine: {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores\n")
+    lines = []
+    for case, both in times.items():
+        taken, spent = zip(*both, strict=True)
+        cpu = f"{statistics.median(spent):.2f}" if case in SAID else ""
+        lines.append((case, f"{statistics.median(taken):.2f}", f"{min(taken):.2f} .. {max(taken):.2f}", cpu))
+    print(results.table(("", "median s:", "min .. max:", "median s of CPU:"), lines))
     results.write(times, arguments.json)
     return 0
 

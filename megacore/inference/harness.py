@@ -201,14 +201,14 @@ def _without_bars() -> Iterator[None]:
     """Have no progress bar drawn, also where the harness would always draw one."""
     plain = tqdm.__init__
 
-    def hidden(self: tqdm, *arguments: Any, **named: Any) -> None:
+    def hidden(self: tqdm[Any], *arguments: Any, **named: Any) -> None:
         plain(self, *arguments, **{**named, "disable": True})
 
-    tqdm.__init__ = hidden
+    tqdm.__init__ = hidden  # type: ignore[method-assign]
     try:
         yield
     finally:
-        tqdm.__init__ = plain
+        tqdm.__init__ = plain  # type: ignore[method-assign]
 
 
 _SEED = 1234

@@ -1,6 +1,8 @@
 """Training on chats, end to end: packing changes no number, on any layout; resuming goes on; problems come first."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -244,6 +246,51 @@ def test_bad_lines_are_said_beside_what_else_is_wrong_and_nothing_is_prepared(
     assert "1 bad line(s)" in said_of(recipe, *overrides)
     assert said_of(recipe, *overrides, "chat.bad_lines=skip").startswith("1 problem ")
     assert said_of(recipe, *overrides, "data.sequence_length=0").startswith("2 problems")
+
+
+SLOW = "torch", "tokenizers", "transformers"
+"""What takes a process seconds to import."""
+REFUSED = f"""
+import os, sys
+opened = []
+sys.addaudithook(lambda event, given: opened.append(str(given[0])) if event == "open" else None)
+from megacore.tools.main import main
+status = main(sys.argv[1:])
+names = {{os.path.basename(each) for each in opened}} & {{"tokenizer.json", "chats.jsonl"}}
+print(status, *sorted(names), *(each for each in {SLOW} if each in sys.modules))
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "told", "touched"),
+    [
+        ("trian.steps=3", "trian: unknown key", "2"),
+        ("optimizer.lr=0", "optimizer.lr (0.0)", "2 chats.jsonl"),
+        ("data.train=nowhere.jsonl", "there is no nowhere.jsonl", "2"),
+    ],
+)
+def test_a_wrong_recipe_is_told_before_what_is_slow(
+    recipe: str, tmp_path: Path, override: str, told: str, touched: str
+) -> None:
+    """Keys before all else, and no tokenizer, nor torch, before what is wrong without them."""
+    (tmp_path / "tokenizer.json").write_text("{")
+    command = [sys.executable, "-c", REFUSED, "train", recipe, f"out={tmp_path / 'run'}", override]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert told in done.stderr and "tokenizer" not in done.stderr
+    assert done.stdout.split("\n")[-2] == touched
+
+
+def test_a_tokenizer_is_looked_at_before_the_rest_of_the_data(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megacore.data.examples.LOOKED_AT", 5)
+    write_jsonl(tmp_path / "chats.jsonl", *rows(), {"text": 3})
+    sound = (tmp_path / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text("{")
+    said = problems(recipe, f"out={tmp_path / 'run'}")
+    assert "tokenizer" in said and "line 17" not in said
+    (tmp_path / "tokenizer.json").write_text(sound)
+    assert "line 17: text is a int" in problems(recipe, f"out={tmp_path / 'run'}")
 
 
 @pytest.mark.parametrize(
