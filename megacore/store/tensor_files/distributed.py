@@ -156,37 +156,33 @@ class DistributedFiles:
         parts = self.tensors[name].parts if name in self.tensors else (self.values[name],)
         if len(parts) != 1:
             raise StoreError(f"{self.path}: {short(name)} has {len(parts)} parts, and is no number")
-        (part,) = parts
-        with self._opened(part) as file:
-            where = f"{self.path / part.file}: {short(name)}"
-            saved = saved_at(file, where, part, self.key)
+        with self._saved(name, parts[0]) as (file, where, saved):
             return saved.number(file, where) if isinstance(saved, SavedTensor) else saved
 
     def numbers(self, name: str, keys: Collection[str]) -> list[Any]:
         """Return what stands by some keys in what a name holds that is no tensor. Raises StoreError: it is damaged."""
-        part, where = self.values[name], f"{self.path}: {short(name)}"
-        with self._opened(part) as file:
-            return [*numbers_of(read_saved(file, where, part.start, part.length, any_names=True), keys, file, where)]
+        with self._saved(name, self.values[name], any_names=True) as (file, where, tree):
+            return [*numbers_of(tree, keys, file, where)]
 
     @contextmanager
-    def _opened(self, part: StoredPart) -> Iterator[BinaryIO]:
-        with os_errors(self.path / part.file), open_file(self.path / part.file, self.path) as file:
-            yield file
+    def _saved(self, name: str, part: StoredPart, any_names: bool = False) -> Iterator[tuple[BinaryIO, str, Any]]:
+        """Open the file of a part -> it, what is read of it in words, and what is saved there."""
+        path, where = self.path / part.file, f"{self.path / part.file}: {short(name)}"
+        with os_errors(path), open_file(path, self.path) as file:
+            yield file, where, saved_at(file, where, part, self.key, any_names)
 
     def _part(self, name: str, part: StoredPart, dtype: str) -> Bits:
-        where = f"{self.path / part.file}: {short(name)}"
-        with self._opened(part) as file:
-            saved = saved_at(file, where, part, self.key)
+        with self._saved(name, part) as (file, where, saved):
             if not isinstance(saved, SavedTensor) or (saved.dtype, saved.shape) != (dtype, part.shape):
                 found = f"{saved.dtype}{list(saved.shape)}" if isinstance(saved, SavedTensor) else short(saved)
                 raise StoreError(f"{where}: is {found}, and {METADATA} says {dtype}{list(part.shape)}: it is damaged")
             return saved.read(file, where)
 
 
-def saved_at(file: BinaryIO, where: str, part: StoredPart, key: str | None) -> Any:
+def saved_at(file: BinaryIO, where: str, part: StoredPart, key: str | None, any_names: bool = False) -> Any:
     """Return what is saved in a part of a file; of a dict with other things beside it what is by a key, if there is one
     to look for. Raises StoreError: it is damaged."""
-    saved = read_saved(file, where, part.start, part.length, any_names=key is not None)
+    saved = read_saved(file, where, part.start, part.length, any_names or key is not None)
     return saved.get(key) if key is not None and isinstance(saved, dict) else saved
 
 

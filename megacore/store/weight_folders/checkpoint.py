@@ -13,14 +13,13 @@ from pathlib import Path
 
 from megacore.parallel.weights.transfer import Stored
 from megacore.store.io.errors import listed
-from megacore.store.io.files import open_file
 from megacore.store.io.objects import place
-from megacore.store.io.strict_json import StoreError, read_json, short
+from megacore.store.io.strict_json import StoreError, read_file, read_json, short
 from megacore.store.tensor_files.accounting import summary
 from megacore.store.tensor_files.companions import Companion, companions
 from megacore.store.tensor_files.dtypes import kinds_of
 from megacore.store.tensor_files.object_files import Files
-from megacore.store.tensor_files.tensors import TensorFile, os_errors
+from megacore.store.tensor_files.tensors import TensorFile
 from megacore.store.weight_folders import hugging_face_files
 from megacore.store.weight_folders.folder import SafetensorsFolder
 from megacore.store.weight_folders.index import EMA, FORMAT, INDEX, FileRecord, path_of, read_index
@@ -69,10 +68,7 @@ class Checkpoint(SafetensorsFolder):
         return companions(self.path / COMPANIONS, self.path)
 
     def trainer_json(self) -> bytes | None:
-        if self.trainer is None:
-            return None
-        with os_errors(self.path), open_file(self.path / TRAINER, self.path) as file:
-            return file.read()
+        return None if self.trainer is None else read_file(self.path / TRAINER, self.path)
 
     def averaged(self) -> AveragedCheckpoint:
         """Return the averages of its weights as a model. Raises StoreError: it has none."""
