@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 
 from megacore.say import brief, err
 from megacore.store.io.files import NoLocks, flock, hold, open_file, open_lock
@@ -151,9 +150,7 @@ class RunLock:
     def __enter__(self) -> RunLock:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def _beat(self, interval_s: float) -> None:

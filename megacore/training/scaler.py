@@ -29,7 +29,8 @@ class Scaling:
 
     @property
     def moves(self) -> bool:
-        return self.minimum < self.maximum
+        """Whether losses are scaled: gradients are divided by the scale, also where it has no room to move."""
+        return self != UNSCALED
 
 
 UNSCALED = Scaling(1.0, 1, 1.0, 1.0)

@@ -16,7 +16,7 @@ from megacore.store.io.strict_json import StoreError
 from megacore.training import progress
 from megacore.training.callbacks.bad_steps import NonFinite
 from megacore.training.progress import is_scaler_state
-from megacore.training.scaler import UNSCALED, Scaler, Scaling
+from megacore.training.scaler import LARGEST, UNSCALED, Scaler, Scaling
 
 FP16 = ["train.precision=fp16", "evaluate.every=0"]
 STOP = "optimizer.non_finite=stop"
@@ -86,6 +86,13 @@ def test_it_goes_on_as_it_was() -> None:
     unscaled = Scaler(UNSCALED, CPU)
     unscaled.load(scaler.state())
     assert unscaled.state() is None and float(unscaled.scale) == 1
+
+
+def test_a_scale_that_cannot_move_is_a_scale() -> None:
+    """Else losses would be multiplied by it, and gradients never divided."""
+    fixed = Scaler(Scaling(LARGEST, minimum=LARGEST), CPU)
+    fixed.update(torch.tensor(1.0), torch.tensor(torch.inf))
+    assert fixed.scaling.moves and fixed.state() == {"scale": LARGEST, "good_steps": 0}
 
 
 @pytest.mark.quick
