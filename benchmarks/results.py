@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-T, Measured = TypeVar("T"), TypeVar("Measured")
+T = TypeVar("T")
+Measured = TypeVar("Measured")
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -83,9 +83,9 @@ def seconds(case: str, root: Path, data: str, folder: Path) -> tuple[float, floa
     """
     out, errors = folder / "run", folder / "errors"
     shutil.rmtree(out, ignore_errors=True)
-    script, name, given = "pretrain", "quickstart", (f"data.train={data}", *RUN)
+    script, name, given = "pretrain", "quickstart", [f"data.train={data}", *RUN]
     if case.startswith("finetuning"):
-        script, name, given = "finetune", "finetune", (f"data.train={rows(folder)}", "model.preset=llama-tiny")
+        script, name, given = "finetune", "finetune", [f"data.train={rows(folder)}", "model.preset=llama-tiny"]
     recipe, before = str(root / f"launch/recipes/{name}.yaml"), _cpu()
     command = [str(root / f"launch/{script}.sh"), recipe, f"out={out}", *given, *CASES[case]]
     with errors.open("wb") as said:
