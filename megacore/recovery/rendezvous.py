@@ -360,7 +360,10 @@ def secret_of(out: Path) -> bytes:
     it cannot be read or made, or others may read it."""
     if text := os.environ.get(SECRET):
         return text.encode()
-    path = Path(os.environ.get(SECRET_FILE) or out / "rendezvous.secret")
+    named = os.environ.get(SECRET_FILE)
+    path = Path(named or out / "rendezvous.secret")
+    # Links of the user's own lead where they should: files of a volume of Kubernetes are such.
+    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if named else os.O_NOFOLLOW)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not os.path.lexists(path):
@@ -371,7 +374,7 @@ def secret_of(out: Path) -> bytes:
             with suppress(FileExistsError):
                 os.link(new, path)  # whole, or that of another node
             new.unlink()
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        with open(os.open(path, flags), "rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
                 raise ConfigError([f"{path}: must be a file that only this user may read (chmod 600)"])

@@ -211,5 +211,13 @@ def test_the_secret_of_a_run_is_made_once_and_nobody_else_may_read_it(
     os.mkfifo(path, 0o600)
     with pytest.raises(ConfigError):
         secret_of(tmp_path / "run")
+    path.unlink()
+    (tmp_path / "mine").write_text("mine\n")
+    (tmp_path / "mine").chmod(0o400)
+    path.symlink_to(tmp_path / "mine")
+    with pytest.raises(ConfigError):
+        secret_of(tmp_path / "run")
+    monkeypatch.setenv("MEGACORE_SECRET_FILE", str(path))
+    assert secret_of(tmp_path / "run") == b"mine"
     monkeypatch.setenv("MEGACORE_SECRET", "known")
     assert secret_of(tmp_path / "run") == b"known"
