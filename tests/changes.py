@@ -58,6 +58,11 @@ def edit(name: str, how: Callable[[Any], object]) -> Change:
     return change
 
 
+def edit_config(folder: Path, **fields: Any) -> None:
+    """Let the ``config.json`` of a folder say these, too."""
+    edit("config.json", lambda tree: tree.update(fields))(folder)
+
+
 def inside(how: Callable[[Any, Any], object], *keys: str | int) -> Callable[[Any], None]:
     """Change what is at the end of a way of keys: ``how`` is given its container and the last key."""
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from _pytest.mark.structures import ParameterSet
 from draws import draw
 from torch import Tensor
@@ -81,65 +82,7 @@ RecurrentGemmaRecurrentBlock.forward = afresh  # type: ignore[assignment, method
 
 T = TypeVar("T")
 
-# As transformers calls them; a class takes those that it has, under its own names.
-SMALL: dict[str, Any] = {
-    "vocab_size": 43,  # odd: tp pads it
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "max_position_embeddings": 32,
-    "sliding_window": 5,
-    "rotary_dim": 2,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 6,
-    "shared_expert_intermediate_size": 12,
-    "mlp_only_layers": [1],
-    "moe_layers": [0, 2],
-    "intermediate_size_mlp": 20,
-    "attention_chunk_size": 5,
-    "floor_scale": 3,
-    "pad_token_id": None,  # of some it lies beyond so small a vocabulary
-    "q_lora_rank": 10,
-    "kv_lora_rank": 6,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-    "index_topk": 3,
-    "index_head_dim": 7,
-    "index_n_heads": 16,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "num_dense_layers": 1,
-    FIELD: 0,  # transformers counts one, and saves none
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 12,
-    "linear_head_dim": 12,
-    "linear_num_heads": 4,
-    "mamba_n_heads": 8,
-    "mamba_d_ssm": 32,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 6,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 6,
-    "mamba_dt_rank": 3,
-    "time_step_rank": 3,
-    "attn_layer_period": 3,
-    "attn_layer_offset": 0,
-    "n_groups": 2,
-    "hidden_size_per_layer_input": 0,
-    "ssm_state_size": 6,
-    "moe_shared_expert_intermediate_size": 12,
-}
+SMALL: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("small.yaml").read_text())
 
 ALWAYS_PADDED = ("modernbert-decoder",)
 """Whose class of transformers takes no null for a token."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import (
@@ -21,51 +22,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.gemma3n.configuration_gemma3n import Gemma3nVisionConfig
 from transformers.processing_utils import ProcessorMixin
 
-VOCAB, IMAGE = 64, 60
-TEXT = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-# Of 2 x 2 patches.
-VIT = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 8,
-}
-# Of 4 x 4 patches, of which 2 x 2 make a token.
-QWEN_VIT = {
-    "depth": 2,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_heads": 2,
-    "patch_size": 4,
-    "out_hidden_size": 32,
-}
+_SAID = yaml.safe_load(Path(__file__).with_name("wrapped.yaml").read_text())
+TEXT, VIT, _GEMMA4 = (_SAID["of_several"][name] for name in ("text", "vit", "gemma4"))
+IMAGE = 60
 SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-GLM_ROPE = {**SECTIONS, "mrope_section": [0, 1, 1], "partial_rotary_factor": 0.5}
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-DELTA = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "full_attention_interval": 2,
-    "rope_parameters": {**SECTIONS, "mrope_interleaved": True, "partial_rotary_factor": 1.0},
-}
-
-CHUNKS = {"attention_chunk_size": 8, "interleave_moe_layer_step": 2}
 
 
 def pixels(*shape: int) -> Tensor:
@@ -109,17 +69,6 @@ def _places() -> Mapping[str, Any]:
     return {"pixel_values": pixels(1, 16, 48), "image_position_ids": places[None]}
 
 
-_INDEX = {"image_token_index": IMAGE}
-_QWEN = {"image_token_id": IMAGE, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
-_GLM = {
-    "image_token_id": IMAGE,
-    "video_token_id": 61,
-    "image_start_token_id": 62,
-    "image_end_token_id": 63,
-    "video_start_token_id": 58,
-    "video_end_token_id": 59,
-}
-_SMOL = Seeing({"model_type": "llama"}, VIT, 1, _of_many, {"image_token_id": IMAGE, "scale_factor": 2})
 # What a text model needs where it is another than that of :data:`SEEING`.
 PARTS: Mapping[str, Mapping[str, Any]] = {
     "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 6},
@@ -135,19 +84,6 @@ PARTS: Mapping[str, Mapping[str, Any]] = {
         "moe_intermediate_size": 16,
     },
 }
-_LLAMA_TOWER = ("vision_output_dim", "projector_input_dim", "projector_output_dim")
-_CLIP = {**VIT, "model_type": "clip_vision_model"}
-_FIVE = {**_INDEX, "image_grid_pinpoints": [[32, 32]]}
-
-_GEMMA4 = {
-    "sliding_window": 8,
-    "global_head_dim": 16,
-    "num_global_key_value_heads": 1,
-    "attention_k_eq_v": True,
-    "pad_token_id": 0,
-}
-
-
 _GEMMA4_SEES = {
     **_GEMMA4,
     "hidden_size_per_layer_input": 0,
@@ -173,143 +109,9 @@ class Tower(PreTrainedModel):
 
 
 AutoModel.register(Gemma3nVisionConfig, Tower, exist_ok=True)
-_HEARS = {
-    "hidden_size": 16,
-    "conf_num_attention_heads": 2,
-    "conf_num_hidden_layers": 1,
-    "sscp_conv_channel_size": (4, 4),
-}
-
+_IMAGES = {each.__name__: each for each in (_square, _sized, _in_five, _of_many, _patches, _places)}
 SEEING: Mapping[str, Seeing] = {
-    "aria": Seeing(
-        {"moe_num_experts": 4, "intermediate_size": 16},
-        VIT,
-        2,
-        _square,
-        {**_INDEX, "projector_patch_to_query_dict": {4: 2}},
-    ),
-    "gemma3": Seeing(
-        {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"] * 2},
-        VIT,
-        4,
-        _square,
-        {**_INDEX, "mm_tokens_per_image": 4},
-    ),
-    "gemma3n": Seeing(
-        {
-            "sliding_window": 8,
-            "hidden_size_per_layer_input": 4,
-            "vocab_size_per_layer_input": 58,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "num_kv_shared_layers": 1,
-            "laurel_rank": 3,
-            "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0],
-            "pad_token_id": 0,
-        },
-        {"hidden_size": 16, "vocab_offset": 58, "vocab_size": 4},
-        4,
-        _square,
-        {
-            "image_token_id": IMAGE,
-            "vision_soft_tokens_per_image": 4,
-            "audio_config": {**_HEARS, "vocab_offset": 62, "vocab_size": 2},
-        },
-    ),
-    "gemma4": Seeing(
-        {
-            **_GEMMA4,
-            "hidden_size_per_layer_input": 4,
-            "vocab_size_per_layer_input": VOCAB,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "num_kv_shared_layers": 1,
-            "use_double_wide_mlp": True,
-        },
-        {**VIT, "patch_size": 4, "head_dim": 8, "num_key_value_heads": 2, "pooling_kernel_size": 2},
-        4,
-        _places,
-        {"image_token_id": 70},  # beyond the text's: transformers takes another embedding for it in any prompt
-    ),
-    "gemma4_unified": Seeing(
-        _GEMMA4,
-        {"patch_size": 4, "pooling_kernel_size": 1, "mm_embed_dim": 16, "output_proj_dims": 16, "mm_posemb_size": 16},
-        16,
-        _places,
-        {"image_token_id": 70},
-    ),
-    "glm4v": Seeing({"rope_parameters": SECTIONS}, {**QWEN_VIT, "image_size": 16}, 4, _patches, _GLM),
-    "glm4v_moe": Seeing(
-        {**EXPERTS, "rope_parameters": GLM_ROPE, "n_routed_experts": 4, "first_k_dense_replace": 1},
-        {**QWEN_VIT, "image_size": 16},
-        4,
-        _patches,
-        _GLM,
-    ),
-    "idefics3": _SMOL,
-    "internvl": Seeing({"model_type": "qwen2"}, {**VIT, "image_size": [16, 16], "patch_size": [8, 8]}, 1, _square),
-    "llama4": Seeing(
-        {**CHUNKS, "num_local_experts": 4, "intermediate_size_mlp": 40},
-        {**VIT, "intermediate_size": 64, **dict.fromkeys(_LLAMA_TOWER, 16)},
-        1,
-        _square,
-        {"image_token_index": IMAGE, "boi_token_index": 61, "eoi_token_index": 62},
-    ),
-    "llava": Seeing({"model_type": "llama"}, _CLIP, 4, _square, _INDEX),
-    "llava_next": Seeing({"model_type": "mistral"}, _CLIP, 24, _in_five, _FIVE),
-    "llava_onevision": Seeing(
-        {"model_type": "qwen2"}, {**VIT, "model_type": "siglip_vision_model"}, 24, _in_five, _FIVE
-    ),
-    "mistral3": Seeing(
-        {"model_type": "mistral"},
-        {**VIT, "model_type": "pixtral"},
-        4,
-        _sized,
-        {**_INDEX, "spatial_merge_size": 1},
-    ),
-    "paligemma": Seeing(
-        {"model_type": "gemma"},
-        {**VIT, "model_type": "siglip_vision_model", "vision_use_head": False},
-        4,
-        _square,
-        {**_INDEX, "projection_dim": 32, "hidden_size": 32},
-    ),
-    "qwen2_5_vl": Seeing(
-        {"rope_parameters": SECTIONS}, {**QWEN_VIT, "window_size": 16, "fullatt_block_indexes": [1]}, 4, _patches, _QWEN
-    ),
-    "qwen2_vl": Seeing(
-        {"rope_parameters": SECTIONS},
-        {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2},
-        4,
-        _patches,
-        _QWEN,
-    ),
-    "qwen3_5": Seeing(DELTA, {**QWEN_VIT, "num_position_embeddings": 16}, 4, _patches, _QWEN),
-    "qwen3_5_moe": Seeing(
-        {**DELTA, **EXPERTS, "num_experts": 4, "intermediate_size": 16, "shared_expert_intermediate_size": 16},
-        {**QWEN_VIT, "num_position_embeddings": 16},
-        4,
-        _patches,
-        _QWEN,
-    ),
-    "qwen3_vl": Seeing(
-        {"rope_parameters": {**SECTIONS, "mrope_interleaved": True}},
-        {**QWEN_VIT, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
-        4,
-        _patches,
-        _QWEN,
-    ),
-    "qwen3_vl_moe": Seeing(
-        {
-            **EXPERTS,
-            "moe_intermediate_size": 12,
-            "num_experts": 4,
-            "rope_parameters": {**SECTIONS, "mrope_interleaved": True},
-        },
-        {**QWEN_VIT, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
-        4,
-        _patches,
-        _QWEN,
-    ),
-    "smolvlm": _SMOL,
+    name: Seeing(**{**each, "image": _IMAGES[f"_{each['image']}"]}) for name, each in _SAID["seeing"].items()
 }
 
 
@@ -323,7 +125,7 @@ WITH_KINDS = tuple(name for name, each in SEEING.items() if each.image in (_patc
 """Those that are told of each token whether an image has it."""
 _ARIA = {**VIT, "patch_size": 490, "image_size": 980}
 PROCESSED: Mapping[str, Seeing] = {
-    "aria": replace(SEEING["aria"], tower=_ARIA, whole={**_INDEX, "projector_patch_to_query_dict": {4: 2}}),
+    "aria": replace(SEEING["aria"], tower=_ARIA),
     "gemma3": replace(SEEING["gemma3"], whole={"image_token_index": 263, "mm_tokens_per_image": 4}),
     **{name: SEEING[name] for name in ("idefics3", "llava", "llava_next", "qwen3_vl")},
     "paligemma": replace(SEEING["paligemma"], tower={**SEEING["paligemma"].tower, "patch_size": 4}),

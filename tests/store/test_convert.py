@@ -88,7 +88,7 @@ def test_any_chain_of_layouts_and_back(family: str, number: int, tmp_path_factor
         bits = hugging_face_folder(folder / "hf", section, dtype)
         source: Path = folder / "hf"
         command: ModuleType = convert
-        for i in range(data.draw(st.integers(1, 4))):
+        for i in range(data.draw(st.integers(1, 2))):
             asked, layout = data.draw(layouts(section))
             run(command, source, folder / f"c{i}", *asked)
             source, command = folder / f"c{i}", reshard
@@ -113,7 +113,7 @@ def test_any_chain_of_layouts_and_back(family: str, number: int, tmp_path_factor
         shutil.rmtree(folder)
 
     chain()
-    assert len(seen) >= 4
+    assert len(seen) >= 3
 
 
 _JSON = b'{"a":  1.0,\r\n "\\u00e9": "\xc3\xa9", "n": 1e30}'
@@ -163,7 +163,7 @@ def test_any_chain_of_layouts_with_optimizer_state(
     """States have the sentences of their weights, which above go through chains in every family."""
     section = SECTIONS[family][number]
 
-    @settings(max_examples=3)
+    @settings(max_examples=2)
     @given(st.data())
     def chain(data: st.DataObject) -> None:
         folder = tmp_path_factory.mktemp("chain")

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from changes import edit_config
 from pool import Pool
 from safetensors.torch import load_file
 from torch import Tensor
@@ -487,7 +488,7 @@ def test_moments_in_buckets_are_told(tmp_path: Path) -> None:
     assert opened.states == ("weights",) and "left out: they lie in the buckets" in "\n".join(opened.remarks)
     assert "--dist-ckpt-optim-fully-reshardable" in "\n".join(opened.remarks)
     _assert_bits(opened, "weights", _tensors())
-    _config(folder, num_hidden_layers=3, intermediate_size=20)
+    edit_config(folder, num_hidden_layers=3, intermediate_size=20)
     with pytest.raises(
         StoreError, match=r"shape \[4, 16, 24\] instead of \[3, 16, 20\]: decoder.layers.mlp.linear_fc2"
     ):
@@ -572,11 +573,6 @@ def _replace(folder: Path, change: Callable[[dict[str, Tensor]], Mapping[str, An
     _save(folder, change(_tensors()))
 
 
-def _config(folder: Path, **fields: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | fields))
-
-
 def _hole(folder: Path) -> None:
     """Of a tensor only the first half has a part, as a rank that did not write would leave it."""
     described = dcp.FileSystemReader(folder).read_metadata()
@@ -612,8 +608,8 @@ WRONG: Mapping[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a hole": (_hole, "the parts of 'model.norm.weight' do not make up [16], or overlap"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "give it by `megacore convert --config`, or copy"),
-    "layers": (lambda folder: _config(folder, num_hidden_layers=5), "9 tensors are missing: model.layers.4."),
-    "sizes": (lambda folder: _config(folder, intermediate_size=20), "shape [24, 16] instead of [20, 16]: model.layers"),
+    "layers": (lambda folder: edit_config(folder, num_hidden_layers=5), "9 tensors are missing: model.layers.4."),
+    "sizes": (lambda folder: edit_config(folder, intermediate_size=20), "shape [24, 16] instead of [20, 16]: model"),
     "other names": (
         lambda folder: _replace(folder, lambda tensors: {f"x.{name}.y": value for name, value in tensors.items()}),
         "its tensors are named neither of model.layers.0.input_layernorm.weight (Hugging Face), "

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from changes import edit_config
 from families import random_model, small
 from pool import Pool
 from safetensors.torch import load_file, save_file
@@ -62,13 +63,8 @@ def folder(path: Path, family: str, **config: Any) -> Tensors:
         save_file({name: t for name, t in lie.items() if named[name] == shard}, path / shard, {"format": "pt"})
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": named}))
     said = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [rows, columns]}
-    edit(path, quantization_config=said | config)
+    edit_config(path, quantization_config=said | config)
     return mean
-
-
-def edit(path: Path, **fields: Any) -> None:
-    config = json.loads((path / "config.json").read_text()) | fields
-    (path / "config.json").write_text(json.dumps(config))
 
 
 def test_each_of_the_256_numbers_is_the_one_that_torch_reads() -> None:
@@ -235,7 +231,7 @@ def test_what_is_damaged_is_told(change: Callable[[Tensors], object], said: str,
     lie, _ = quantised(hf_tensors(tmp_path / "hf"), 3, 5)
     change(lie)
     save_file(lie, tmp_path / "hf" / SINGLE, {"format": "pt"})
-    edit(tmp_path / "hf", quantization_config={"quant_method": "fp8", "weight_block_size": [3, 5]})
+    edit_config(tmp_path / "hf", quantization_config={"quant_method": "fp8", "weight_block_size": [3, 5]})
     with pytest.raises(StoreError, match=re.compile(said, re.MULTILINE)):
         convert(tmp_path / "hf", tmp_path / "ours")
     assert not (tmp_path / "ours").exists()

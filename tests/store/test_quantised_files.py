@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from changes import edit_config
 from families import random_model, small
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -102,13 +103,8 @@ def folder(path: Path, family: str, said: dict[str, Any], lie: Callable[[str, tu
             del held[name]
             held |= made
     save_file(held, path / SINGLE, {"format": "pt"})
-    edit(path, quantization_config=said)
+    edit_config(path, quantization_config=said)
     return mean
-
-
-def edit(path: Path, **fields: Any) -> None:
-    config = json.loads((path / "config.json").read_text()) | fields
-    (path / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from changes import edit_config
 from engine import RECIPE, write_recipe
 from families import in_float64
 from safetensors.torch import load_file, save_file
@@ -97,21 +98,41 @@ def test_a_model_that_sees_goes_there_and_back(name: str, part: str, tmp_path: P
     assert (found - wanted).abs().max() <= 1e-9 * wanted.abs().max()
 
 
-def test_experts_that_lie_with_their_inputs_first(tmp_path: Path) -> None:
-    """As Qwen publishes Qwen3-VL with experts; transformers reads both, and saves the other."""
+def turned(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Inputs first, as Qwen publishes Qwen3-VL with experts; transformers reads both, and saves the other."""
+    return {name: t.mT.contiguous() if ".experts." in name else t for name, t in tensors.items()}
+
+
+def stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All of a layer in one, as transformers has Qwen3.5's in memory and reads them; it saves each by itself."""
+    made = dict(tensors)
+    for name in [name for name in tensors if ".experts.0.gate_proj" in name]:
+        layer, count = name.split("0.gate_proj")[0], sum(name.split("0.gate")[0] in each for each in tensors) // 3
+        gate, up, down = (
+            torch.stack([made.pop(f"{layer}{expert}.{each}_proj.weight") for expert in range(count)])
+            for each in ("gate", "up", "down")
+        )
+        made |= {f"{layer}gate_up_proj": torch.cat([gate, up], 1), f"{layer}down_proj": down}
+    return made
+
+
+@pytest.mark.parametrize(("name", "lie"), [("qwen3_vl_moe", turned), ("qwen3_5_moe", stacked)])
+def test_experts_that_lie_otherwise(
+    name: str, lie: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
     theirs, ours, back = (tmp_path / folder for folder in ("hf", "ours", "back"))
-    saved("qwen3_vl_moe", theirs)
-    wanted = logits(theirs, "qwen3_vl_moe")
-    tensors = load_file(theirs / WEIGHTS)
-    turned = {name: t.mT.contiguous() if ".experts." in name else t for name, t in tensors.items()}
-    save_file(turned, theirs / WEIGHTS, {"format": "pt"})
-    assert all(map(torch.equal, logits(theirs, "qwen3_vl_moe"), wanted))
+    saved(name, theirs)
+    wanted, tensors = logits(theirs, name), load_file(theirs / WEIGHTS)
+    made = lie(tensors)
+    assert any(key not in tensors or tensors[key].shape != tensor.shape for key, tensor in made.items())
+    save_file(made, theirs / WEIGHTS, {"format": "pt"})
+    assert all(map(torch.equal, logits(theirs, name), wanted))
     assert convert.main([str(theirs), str(ours), "--tp", "2", "--ep", "2"]) == 0
     assert convert.main([str(ours), str(back), "--to", "hf"]) == 0
     assert_same(back, theirs)
-    tokens = prompts("qwen3_vl_moe")[0]["input_ids"].numpy()
-    model = model_from(open_folder(ours), Mesh.single(), torch.float64)
-    found = logits_of(model, tokens)
+    found = logits_of(
+        model_from(open_folder(ours), Mesh.single(), torch.float64), prompts(name)[0]["input_ids"].numpy()
+    )
     assert found is not None and (found - wanted[0][0]).abs().max() <= 1e-5 * wanted[0].abs().max()
 
 
@@ -129,31 +150,6 @@ def test_keys_that_nothing_multiplies_are_left_out(tmp_path: Path) -> None:
     assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in found)
 
 
-def test_experts_of_which_a_tensor_has_all_of_a_layer(tmp_path: Path) -> None:
-    """Of Qwen3.5, as transformers has them in memory and reads them; it saves each by itself."""
-    theirs, ours, back = (tmp_path / folder for folder in ("hf", "ours", "back"))
-    saved("qwen3_5_moe", theirs)
-    wanted = logits(theirs, "qwen3_5_moe")
-    tensors, stacked = load_file(theirs / WEIGHTS), dict[str, torch.Tensor]()
-    for name in [name for name in tensors if ".experts.0.gate_proj" in name]:
-        layer, count = name.split("0.gate_proj")[0], sum(name.split("0.gate")[0] in each for each in tensors) // 3
-        gate, up, down = (
-            torch.stack([tensors.pop(f"{layer}{expert}.{each}_proj.weight") for expert in range(count)])
-            for each in ("gate", "up", "down")
-        )
-        stacked |= {f"{layer}gate_up_proj": torch.cat([gate, up], 1), f"{layer}down_proj": down}
-    assert stacked
-    save_file(tensors | stacked, theirs / WEIGHTS, {"format": "pt"})
-    assert all(map(torch.equal, logits(theirs, "qwen3_5_moe"), wanted))
-    assert convert.main([str(theirs), str(ours), "--tp", "2", "--ep", "2"]) == 0
-    assert convert.main([str(ours), str(back), "--to", "hf"]) == 0
-    assert_same(back, theirs)
-    found = logits_of(
-        model_from(open_folder(ours), Mesh.single(), torch.float64), prompts("qwen3_5_moe")[0]["input_ids"].numpy()
-    )
-    assert found is not None and (found - wanted[0][0]).abs().max() <= 1e-5 * wanted[0].abs().max()
-
-
 @pytest.mark.parametrize(
     "naming", [("model.language_model.", "", "model."), ("language_model.model.", "language_model.", "")]
 )
@@ -161,7 +157,7 @@ def test_names_are_written_as_they_were_read(naming: tuple[str, str, str], gemma
     """Transformers has written them in several ways, and reads all."""
     body, head, before = naming
     theirs = copied(gemma, tmp_path / "hf")
-    edit(theirs, tie_word_embeddings=False)
+    edit_config(theirs, tie_word_embeddings=False)
     tensors = {"lm_head.weight": torch.randn(64, 32), **load_file(theirs / WEIGHTS)}
     renamed = {
         body + inner
@@ -264,18 +260,13 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def edit(path: Path, **fields: Any) -> None:
-    config = json.loads((path / "config.json").read_text()) | fields
-    (path / "config.json").write_text(json.dumps(config))
-
-
 def test_a_head_of_its_own(gemma: Path, tmp_path: Path) -> None:
     """The whole says whether it is tied, and older files keep the head with the text model."""
     folder = copied(gemma, tmp_path / "hf")
     head = torch.randn(64, 32)
     tensors = {**load_file(folder / WEIGHTS), "language_model.lm_head.weight": head}
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
-    edit(folder, tie_word_embeddings=False)
+    edit_config(folder, tie_word_embeddings=False)
     opened = HuggingFace.open(folder)
     read = opened.read()
     (found,) = [read(stored)[1] for stored in opened.stored() if stored.name == "lm_head.weight"]

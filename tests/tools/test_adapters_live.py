@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from changes import edit_config
 from families import in_float64, loaded
 from hub import adapted, converted, in_dtype, save
 from pool import Pool
@@ -269,8 +270,7 @@ def test_what_is_wrong_is_said_before_weights_are_read(
     monkeypatch.setattr(model_loader, "fingerprint", None)
     larger = save("llama", tmp_path / "larger", intermediate_size=32, **SIZES)
     turned = shutil.copytree(chat.base, tmp_path / "turned")
-    raw = json.loads((turned / "config.json").read_text())
-    (turned / "config.json").write_text(json.dumps(raw | {"rms_norm_eps": 0.5, "attention_dropout": 0.1}))
+    edit_config(turned, rms_norm_eps=0.5, attention_dropout=0.1)
     for arguments, says in (
         ((chat.base, "--base", chat.base), "is for a checkpoint of adapters"),
         ((chat.adapters, "--base", chat.adapters), "holds adapters (LoRA of rank 3)"),

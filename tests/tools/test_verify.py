@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from changes import edit_config
 from families import rotated
 from hub import change, converted, save
 from pool import Pool
@@ -170,8 +171,7 @@ def test_a_shard_that_was_changed(
 def test_logits_tell_what_the_tensors_cannot(llama: Path, tmp_path: Path, capsys: Capture) -> None:
     """The same weights, and a model that computes something else with them."""
     target = converted(llama, tmp_path / "sharded")
-    config = json.loads((llama / "config.json").read_text())
-    (llama / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+    edit_config(llama, rms_norm_eps=0.1)
     status, facts = data(capsys, target, llama)
     assert status == 1 and list(facts["config"]) == ["rms_norm_eps"] and not facts["differing"]
     assert not any(prompt["passes"] for prompt in facts["prompts"])
@@ -279,8 +279,7 @@ def with_tokenizer(folder: Path, words: list[str]) -> Path:
 
 def test_texts_go_through_the_tokenizer(llama: Path, tmp_path: Path, capsys: Capture) -> None:
     """And transformers computes with its own attention, whatever is named for it to fetch."""
-    config = json.loads((llama / "config.json").read_text())
-    (llama / "config.json").write_text(json.dumps({**config, "attn_implementation": "kernels-community/flash-attn"}))
+    edit_config(llama, attn_implementation="kernels-community/flash-attn")
     target = converted(with_tokenizer(llama, ["?", "the", "boats", "sea"]), tmp_path / "sharded")
     (tmp_path / "prompts").write_text("the sea the boats\n\nsea\n")
     status, facts = data(capsys, target, llama, "--prompts", tmp_path / "prompts", "--prompt", "boats the")
