@@ -47,6 +47,11 @@ class LearnedPositionsConfig(NoRopeConfig):
     # Hugging Face's name of the positions.
     positions: ClassVar[str]
 
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        before = self._of_bases("constants").get("position_offset", 0)  # rows before the first position
+        return {**super().sizes, "position": self.max_position_embeddings + before}
+
     def params(self) -> tuple[Param, ...]:
         embed, *others = super().params()
         weight = Param("positions.weight", "position embed", f"{self.positions}.weight", std=self.initializer_range)

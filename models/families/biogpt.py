@@ -1,6 +1,5 @@
 """BioGPT (Luo et al. 2022, arXiv 2210.10341): learned positions, and embeddings that are scaled."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +39,6 @@ class BioGptConfig(LearnedPositionsConfig):
     attention_dropout: float = 0.1
     hidden_dropout: float = 0.1
     scale_embedding: bool = True
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        return {**super().sizes, "position": self.max_position_embeddings + 2}
 
     def anatomy_of(self, **own: Any) -> Anatomy:
         scale = self.hidden_size**0.5 if self.scale_embedding else 1.0

@@ -1,6 +1,5 @@
 """OPT 125M to 66B (Zhang et al. 2022, arXiv 2205.01068): GPT-2 with relus, and two rows before the first position."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,10 +36,6 @@ class OptConfig(LearnedPositionsConfig):
     dropout: float = 0.1
     enable_bias: bool = True
     word_embed_proj_dim: int
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        return {**super().sizes, "position": self.max_position_embeddings + 2}
 
     def mixer(self, t: Table) -> Rows:
         return t.attention(out="self_attn.out_proj", here=QKV_EACH, bias=self.enable_bias, out_bias=self.enable_bias)
