@@ -79,9 +79,9 @@ def seconds(case: str, root: Path, data: str, folder: Path) -> tuple[float, floa
     """
     out, errors = folder / "run", folder / "errors"
     shutil.rmtree(out, ignore_errors=True)
-    script, name, given = "pretrain", "quickstart", (f"data.train={data}", *RUN)
+    script, name, given = "pretrain", "quickstart", [f"data.train={data}", *RUN]
     if case.startswith("finetuning"):
-        script, name, given = "finetune", "finetune", (f"data.train={rows(folder)}", "model.preset=llama-tiny")
+        script, name, given = "finetune", "finetune", [f"data.train={rows(folder)}", "model.preset=llama-tiny"]
     recipe, before = str(root / f"launch/recipes/{name}.yaml"), _cpu()
     command = [str(root / f"launch/{script}.sh"), recipe, f"out={out}", *given, *CASES[case]]
     with errors.open("wb") as said:
@@ -130,9 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"load of the machine: {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores\n")
     print("| | median s | min .. max | median s of CPU |\n|---|---:|---:|---:|")
     for case, both in times.items():
-        taken, spent = zip(*both, strict=True)
-        cpu = f"{statistics.median(spent):.2f}" if case in SAID else ""
-        print(f"| {case} | {statistics.median(taken):.2f} | {min(taken):.2f} .. {max(taken):.2f} | {cpu} |")
+        walls, spent = [wall for wall, _ in both], [cpu for _, cpu in both]
+        told = f"{statistics.median(spent):.2f}" if case in SAID else ""
+        print(f"| {case} | {statistics.median(walls):.2f} | {min(walls):.2f} .. {max(walls):.2f} | {told} |")
     if arguments.json:
         arguments.json.write_text(json.dumps(times, indent=1) + "\n")
     return 0
