@@ -131,9 +131,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"load of the machine: {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores\n")
     lines = []
     for case, both in times.items():
-        taken, spent = zip(*both, strict=True)
-        cpu = f"{statistics.median(spent):.2f}" if case in SAID else ""
-        lines.append((case, f"{statistics.median(taken):.2f}", f"{min(taken):.2f} .. {max(taken):.2f}", cpu))
+        walls, spent = [wall for wall, _ in both], [cpu for _, cpu in both]
+        told = f"{statistics.median(spent):.2f}" if case in SAID else ""
+        lines.append((case, f"{statistics.median(walls):.2f}", f"{min(walls):.2f} .. {max(walls):.2f}", told))
     print(results.table(("", "median s:", "min .. max:", "median s of CPU:"), lines))
     results.write(times, arguments.json)
     return 0

@@ -261,6 +261,18 @@ def test_a_state_of_another_stream_is_refused(folder: Path, state: dict[str, Any
         streamed(texts_of(folder)).resume(**state)
 
 
+@pytest.mark.usefixtures("small")
+def test_what_is_needed_later_is_asked_for_with_every_sample(folder: Path) -> None:
+    """So that a rank waits for a process only where that is slower than the steps."""
+    source = streamed(texts_of(folder))
+    source.sample(0)  # who resumes waits for no more than it takes
+    (reader,) = source._readers.values()
+    assert len(reader.coming) <= 1
+    for index in range(1, 300):
+        source.sample(index)
+        assert len(reader.coming) == AHEAD
+
+
 @pytest.mark.in_turn(4, 0)
 def test_a_slow_process_is_waited_for_and_one_that_dies_is_told(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "z.jsonl").write_text(lines(3, 1).replace('""', '"one"') + "{\n")
