@@ -79,26 +79,34 @@ class Control:
 
     def attempt(self, make: Callable[[], Made]) -> Made:
         """Make something on each rank, or on none: ranks that go on would wait for one that does not. Raises
-        StoreError: ranks have raised it, or an error that nobody has foreseen; what they say, on all of them."""
-        made, problem, cause = list[Made](), None, None
+        StoreError: ranks have raised it; what they say, on all of them. An error that nobody has foreseen is raised by
+        its rank as it is, for a restart may help; the others say by a RuntimeError that they have lost it."""
+        made, error = list[Made](), None
         try:
             made.append(make())
-        except Exception as error:
+        except Exception as caught:
             if not self.levels:
                 raise
-            problem, cause = str(error) if isinstance(error, StoreError) else _unforeseen(error), error
-        if self.largest(problem is not None)[0]:
-            problems = self.exchange(problem)
+            error = caught
+        unforeseen = error is not None and not isinstance(error, StoreError)
+        some, any_unforeseen = self.largest(error is not None, unforeseen)
+        if some:
+            problems = self.exchange(None if error is None else _in_words(error))
+            if unforeseen and error is not None:
+                raise error
             said = {reason: self.who(rank) for rank, reason in enumerate(problems) if reason is not None}
-            raise StoreError("\n".join(f"{who}: {reason}" for reason, who in said.items())) from cause
+            text = "\n".join(f"{who}: {reason}" for reason, who in said.items())
+            raise (RuntimeError if any_unforeseen else StoreError)(text) from error
         return made[0]
 
     def who(self, rank: int) -> str:
         return f"rank {rank} ({self.mesh.shape.place(rank)})"
 
 
-def _unforeseen(error: Exception) -> str:
-    """Return an error in words, with the place in the code that raised it: no traceback is shown of it."""
+def _in_words(error: Exception) -> str:
+    """Return an error in words; one that nobody has foreseen with the place in the code that raised it."""
+    if isinstance(error, StoreError):
+        return str(error)
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
 

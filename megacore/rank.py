@@ -51,6 +51,7 @@ WAITING = (
     "torch/distributed/rendezvous.py",
     "parallel/collectives.py",
     "parallel/pipeline/run.py",
+    "megacore/control.py",
 )
 """The files whose calls wait for other ranks."""
 
