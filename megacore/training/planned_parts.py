@@ -147,7 +147,7 @@ class StepPlan:
         found = fit(base, self.setting.layout.mesh.world, self.cluster, 1)
         if not found:
             return "", 0.0
-        here = {key: "null" if value is None else spelled(value) for key, value in flat(asdict(self.config)).items()}
+        here = {key: spelled(value) for key, value in flat(asdict(self.config)).items()}
         wanted = {
             key: value for key, value in overrides(found[0], self.config).items() if spelled(value) != here.get(key)
         }
