@@ -15,6 +15,7 @@ from megacore.config import SECTIONS, Config
 from megacore.foreign.megatron import arguments
 from megacore.recipe import load
 from megacore.recipe_yaml import flat
+from megacore.tools import tables
 from megacore.tools.import_recipe import main
 
 OFFLOADED = {
@@ -230,6 +231,12 @@ CASES: Mapping[str, tuple[str, str, list[str], Mapping[str, Any]]] = {
         },
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one line each, which these tests read."""
+    monkeypatch.setattr(tables, "WIDTH", 1000)
 
 
 @pytest.mark.parametrize("case", CASES)
