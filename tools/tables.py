@@ -9,7 +9,7 @@ from itertools import zip_longest
 WIDTH = 100
 """The characters of a terminal's line that a table takes at the most."""
 _GAP = 2
-_READABLE, _LONG = 16, 40
+_READABLE, _LONG = 16, 48
 """No column is made narrower than the former, nor one of longer words than these, up to the latter."""
 
 
