@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -79,28 +77,29 @@ class Control:
 
     def attempt(self, make: Callable[[], Made]) -> Made:
         """Make something on each rank, or on none: ranks that go on would wait for one that does not. Raises
-        StoreError: ranks have raised it, or an error that nobody has foreseen; what they say, on all of them."""
-        made, problem, cause = list[Made](), None, None
+        StoreError: ranks have raised it; what they say, on all of them. An error that nobody has foreseen is raised as
+        it is where it came up, and as a RuntimeError on the others: all end as by a fault, not as by a refusal."""
+        if not self.levels:
+            return make()
+        made, problem, unforeseen = list[Made](), None, None
         try:
             made.append(make())
+        except StoreError as error:
+            problem = str(error)
         except Exception as error:
-            if not self.levels:
-                raise
-            problem, cause = str(error) if isinstance(error, StoreError) else _unforeseen(error), error
-        if self.largest(problem is not None)[0]:
+            problem, unforeseen = f"{type(error).__name__}: {error}", error
+        failed, crashed = self.largest(problem is not None, unforeseen is not None)
+        if failed:
             problems = self.exchange(problem)
+            if unforeseen:
+                raise unforeseen
             said = {reason: self.who(rank) for rank, reason in enumerate(problems) if reason is not None}
-            raise StoreError("\n".join(f"{who}: {reason}" for reason, who in said.items())) from cause
+            text = "\n".join(f"{who}: {reason}" for reason, who in said.items())
+            raise RuntimeError(text) if crashed else StoreError(text)
         return made[0]
 
     def who(self, rank: int) -> str:
         return f"rank {rank} ({self.mesh.shape.place(rank)})"
-
-
-def _unforeseen(error: Exception) -> str:
-    """Return an error in words, with the place in the code that raised it: no traceback is shown of it."""
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
 
 
 def _gathered(values: list[Any], group: Group) -> list[Any]:

@@ -20,7 +20,6 @@ from megacore.parallel.pipeline.schedules import SCHEDULES, Action, Cost, simula
 from megacore.parallel.weights.layout import MeshShape
 from megacore.planning.run_plan import plan as planned
 from megacore.recipe import load
-from megacore.tools import tables
 from megacore.tools.diagnose import main
 from megacore.training.advice import _of_pipelines
 from megacore.training.diagnosis import split
@@ -28,12 +27,6 @@ from megacore.training.planned_parts import StepPlan, name_of
 from megacore.training.traces import TracedInterval, TracedStep, write_trace
 
 TAKES = {"F": 0.01, "B": 0.02, "I": 0.01, "W": 0.01}
-
-
-@pytest.fixture(autouse=True)
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of one line each, which these tests read."""
-    monkeypatch.setattr(tables, "WIDTH", 1000)
 
 
 def made(

@@ -15,16 +15,9 @@ from megacore.config import SECTIONS, Config
 from megacore.foreign.megatron import arguments
 from megacore.recipe import load
 from megacore.recipe_yaml import flat
-from megacore.tools import tables
 from megacore.tools.import_recipe import main
 
 CASES: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("foreign.yaml").read_text())
-
-
-@pytest.fixture(autouse=True)
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of one line each, which these tests read."""
-    monkeypatch.setattr(tables, "WIDTH", 1000)
 
 
 @pytest.mark.parametrize("case", CASES)

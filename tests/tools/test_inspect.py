@@ -21,15 +21,9 @@ from megacore.models.config import active_parameters
 from megacore.store.weight_folders.audit import fingerprints
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.store.weight_folders.hugging_face import HuggingFace
-from megacore.tools import convert, evaluate, inspect, reshard, tables, verify
+from megacore.tools import convert, evaluate, inspect, reshard, verify
 
 Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(autouse=True)
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of one line each, which these tests read."""
-    monkeypatch.setattr(tables, "WIDTH", 1000)
 
 
 def data(capsys: Capture, *arguments: object) -> tuple[int, dict[str, Any]]:
