@@ -92,7 +92,7 @@ def test_a_scale_that_cannot_move_is_a_scale() -> None:
     """Else losses would be multiplied by it, and gradients never divided."""
     fixed = Scaler(Scaling(LARGEST, minimum=LARGEST), CPU)
     fixed.update(torch.tensor(1.0), torch.tensor(torch.inf))
-    assert fixed.scaling.moves and fixed.state() == {"scale": LARGEST, "good_steps": 0}
+    assert fixed.scaling.scales and fixed.state() == {"scale": LARGEST, "good_steps": 0}
 
 
 @pytest.mark.quick

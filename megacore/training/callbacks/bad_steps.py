@@ -90,7 +90,7 @@ class BadSteps(Callback):
         if "loss" not in record:
             return
         record["skipped_steps"] = skipped = int(self._skipped)
-        if (left_out := skipped - self._told) and not run.train_step.scaling.moves:  # else the scale was too large
+        if (left_out := skipped - self._told) and not run.train_step.scaling.scales:  # else the scale was too large
             detail = f"{counted(left_out, 'step')} up to this one, which changed nothing"
             reason = "optimizer.non_finite=skip"
             run.report(Incident("non_finite", "skip", detail, reason, step=run.step, at=time.time()))
@@ -110,7 +110,7 @@ class BadSteps(Callback):
         if found:
             return "the loss is not finite on " + ", ".join(map(run.control.who, found))
         scaling = run.train_step.scaling
-        smallest = f" even at loss_scale.minimum ({scaling.minimum:g})" if scaling.moves else ""
+        smallest = f" even at loss_scale.minimum ({scaling.minimum:g})" if scaling.scales else ""
         return f"the loss is finite on every rank, the gradient is not{smallest}"
 
 
