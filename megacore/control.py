@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -79,36 +77,29 @@ class Control:
 
     def attempt(self, make: Callable[[], Made]) -> Made:
         """Make something on each rank, or on none: ranks that go on would wait for one that does not. Raises
-        StoreError: ranks have raised it; what they say, on all of them. An error that nobody has foreseen is raised by
-        its rank as it is, for a restart may help; the others say by a RuntimeError that they have lost it."""
-        made, error = list[Made](), None
+        StoreError: ranks have raised it; what they say, on all of them. An error that nobody has foreseen is raised as
+        it is where it came up, and as a RuntimeError on the others: all end as by a fault, not as by a refusal."""
+        if not self.levels:
+            return make()
+        made, problem, unforeseen = list[Made](), None, None
         try:
             made.append(make())
-        except Exception as caught:
-            if not self.levels:
-                raise
-            error = caught
-        unforeseen = error is not None and not isinstance(error, StoreError)
-        some, any_unforeseen = self.largest(error is not None, unforeseen)
-        if some:
-            problems = self.exchange(None if error is None else _in_words(error))
-            if unforeseen and error is not None:
-                raise error
+        except StoreError as error:
+            problem = str(error)
+        except Exception as error:
+            problem, unforeseen = f"{type(error).__name__}: {error}", error
+        failed, crashed = self.largest(problem is not None, unforeseen is not None)
+        if failed:
+            problems = self.exchange(problem)
+            if unforeseen:
+                raise unforeseen
             said = {reason: self.who(rank) for rank, reason in enumerate(problems) if reason is not None}
             text = "\n".join(f"{who}: {reason}" for reason, who in said.items())
-            raise (RuntimeError if any_unforeseen else StoreError)(text) from error
+            raise RuntimeError(text) if crashed else StoreError(text)
         return made[0]
 
     def who(self, rank: int) -> str:
         return f"rank {rank} ({self.mesh.shape.place(rank)})"
-
-
-def _in_words(error: Exception) -> str:
-    """Return an error in words; one that nobody has foreseen with the place in the code that raised it."""
-    if isinstance(error, StoreError):
-        return str(error)
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
 
 
 def _gathered(values: list[Any], group: Group) -> list[Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 
 WIDTH = 100
 """The characters of a terminal's line that a table takes at the most."""
 _GAP = 2
-_READABLE, _LONG = 16, 40
+_READABLE, _LONG = 16, 48
 """No column is made narrower than the former, nor one of longer words than these, up to the latter."""
 
 
@@ -21,12 +22,13 @@ def gb(size: float) -> str:
 def table(head: Sequence[str] | Mapping[str, str], rows: Sequence[Sequence[object]], indent: str = "  ") -> str:
     """Return a table whose columns are as wide as they need; those of numbers are flush right. ``head``: the names of
     the columns, or {name: how its numbers are written, as :func:`format` has it}; texts stay as they are. Where it
-    would be wider than ``WIDTH``, the longest texts take several lines, and columns for which there is still no room
-    stand below the others, beside the first one again."""
+    would be wider than ``WIDTH`` on a terminal, the longest texts take several lines, and columns for which there is
+    still no room stand below the others, beside the first one again; in a file or a pipe a row is a line."""
     how = [*head.values()] if isinstance(head, Mapping) else [""] * len(head)
     shown = [[x if isinstance(x, str) else format(x, how[at]) for at, x in enumerate(row)] for row in rows]
     columns = list(zip(head, *shown, strict=True))
-    return "\n".join(f"{indent}{line}".rstrip() for line in _lines(columns, WIDTH - len(indent)))
+    room = WIDTH - len(indent) if sys.stdout.isatty() else sys.maxsize
+    return "\n".join(f"{indent}{line}".rstrip() for line in _lines(columns, room))
 
 
 def _lines(columns: Sequence[Sequence[str]], room: int) -> Iterator[str]:

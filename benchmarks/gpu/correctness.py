@@ -155,7 +155,7 @@ def train(run: Run, device: torch.device) -> Found:
                 flat = {part.span.name: part.gradient.double() / scale for part in parts}
                 gradients = flattened(flat)
             # As TrainStep does it, so that what is read in between is what the optimizer is given.
-            step.optimizer.update(LR, stats.grad_norm, stats.finite, stats.scale if step.scaling.is_on else None)
+            step.optimizer.update(LR, stats.grad_norm, stats.finite, stats.scale if step.scaling.scales else None)
             step.gradients.updated()
             step.scaler.update(stats.loss, stats.grad_norm)
             losses.append(number(stats.loss))

@@ -28,7 +28,7 @@ class Scaling:
     maximum: float = LARGEST
 
     @property
-    def is_on(self) -> bool:
+    def scales(self) -> bool:
         """Whether losses are scaled: gradients are divided by the scale, also where it has no room to move."""
         return self != UNSCALED
 
@@ -54,7 +54,7 @@ class Scaler:
     def update(self, loss: Tensor, norm: Tensor, halted: Tensor | None = None) -> None:
         """Move after a step of this loss and gradient norm: half of it after an overflow, twice after enough steps
         without one; a loss that is not finite says nothing, nor does a step that is ``halted`` (a bool scalar)."""
-        if not self.scaling.is_on:
+        if not self.scaling.scales:
             return
         finite = torch.isfinite(norm)
         good = torch.where(finite, self.good_steps + 1, 0)
@@ -66,10 +66,10 @@ class Scaler:
 
     def state(self) -> dict[str, Any] | None:
         """Return the state for ``trainer.json``; None where losses are not scaled. Reading it waits for the device."""
-        return {"scale": float(self.scale), "good_steps": int(self.good_steps)} if self.scaling.is_on else None
+        return {"scale": float(self.scale), "good_steps": int(self.good_steps)} if self.scaling.scales else None
 
     def load(self, state: Mapping[str, Any] | None) -> None:
         """Go on as :meth:`state` was, within the bounds of now; None begins anew."""
-        if state is not None and self.scaling.is_on:
+        if state is not None and self.scaling.scales:
             self.scale.fill_(min(max(state["scale"], self.scaling.minimum), self.scaling.maximum))
             self.good_steps.fill_(state["good_steps"])

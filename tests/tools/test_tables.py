@@ -3,6 +3,7 @@
 import importlib
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,16 @@ from megacore.tools import main, tables
 
 RECIPES = Path(__file__).parents[2] / "launch/recipes"
 LARGE, SMALL = (str(RECIPES / f"llama-{name}.yaml") for name in ("3.1-70b", "3.2-1b"))
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+
+
+def test_in_a_pipe_a_row_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    assert tables.table(("a", "b"), [("x " * 99, "y " * 99)]).count("\n") == 1
 
 
 def test_a_table_that_is_narrow_enough_stays_as_it_is() -> None:

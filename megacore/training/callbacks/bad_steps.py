@@ -90,8 +90,7 @@ class BadSteps(Callback):
         if "loss" not in record:
             return
         record["skipped_steps"] = skipped = int(self._skipped)
-        scaling = run.train_step.scaling
-        if (left_out := skipped - self._told) and scaling.minimum == scaling.maximum:  # else the scale was too large
+        if (left_out := skipped - self._told) and not run.train_step.scaling.scales:  # else the scale was too large
             detail = f"{counted(left_out, 'step')} up to this one, which changed nothing"
             reason = "optimizer.non_finite=skip"
             run.report(Incident("non_finite", "skip", detail, reason, step=run.step, at=time.time()))
@@ -111,7 +110,7 @@ class BadSteps(Callback):
         if found:
             return "the loss is not finite on " + ", ".join(map(run.control.who, found))
         scaling = run.train_step.scaling
-        smallest = f" even at loss_scale.minimum ({scaling.minimum:g})" if scaling.is_on else ""
+        smallest = f" even at loss_scale.minimum ({scaling.minimum:g})" if scaling.scales else ""
         return f"the loss is finite on every rank, the gradient is not{smallest}"
 
 

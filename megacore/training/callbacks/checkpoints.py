@@ -76,7 +76,7 @@ class Checkpoints(Callback):
         """Save, or say why not: the disk may have room again when the next save is due."""
         try:
             save()
-            if self._saver.published is not None:
+            if self._saver.published is not None and not self._saver.is_saving:
                 self._failing_since = None
         except SaveError as error:  # on every rank
             self._failing_since = self._failing_since or time.monotonic()

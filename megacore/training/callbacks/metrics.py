@@ -97,7 +97,7 @@ class Metrics(Callback):
             "peak_memory_gib": run.control.largest(peak_memory_gib(run.mesh.device))[0],
             "skipped_steps": 0,
             **({"mtp_loss": stats.told[0].item() / self._mtp} if self._mtp else rewards(stats.told.tolist())),
-            **({"loss_scale": stats.scale.item()} if run.train_step.scaling.is_on else {}),
+            **({"loss_scale": stats.scale.item()} if run.train_step.scaling.scales else {}),
             **self._loads(run),
             **_divergence(run),
         }
