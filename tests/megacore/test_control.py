@@ -14,6 +14,7 @@ from megacore import rank_hierarchy as levels
 from megacore.control import Control
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.weights.layout import MeshShape
+from megacore.rank import outcome_of
 from megacore.store.io.strict_json import StoreError
 
 
@@ -29,6 +30,8 @@ def attempted(failing: list[int], kind: type[Exception] = StoreError) -> int | s
     try:
         return Control.create(mesh).attempt(make)
     except (StoreError, RuntimeError, KeyError) as error:
+        # Their agent looks for the rank at fault among those that have not just lost another.
+        assert outcome_of(error).kind == ("lost_contact" if isinstance(error, RuntimeError) else "raised")
         return f"{type(error).__name__}: {error}"
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import engine
 import numpy as np
@@ -204,6 +205,18 @@ def test_a_gradient_that_is_never_finite_stops_at_the_smallest_scale(recipe: str
     with pytest.raises(NonFinite, match=r"step 2, .*the gradient is not even at loss_scale\.minimum \(2\)"):
         made.fit()
     assert same(weights(made), start)
+
+
+@pytest.mark.parametrize(("smallest", "told"), [(LARGEST, {"non_finite"}), (1.0, set())], ids=["fixed", "moves"])
+def test_a_step_is_told_that_is_left_out_for_no_want_of_a_smaller_scale(
+    recipe: str, tmp_path: Path, smallest: float, told: set[str]
+) -> None:
+    scale = [f"out={tmp_path / 'run'}", f"loss_scale.initial={LARGEST}", f"loss_scale.minimum={smallest}"]
+    made = trainer(recipe, [*FP16, *scale, "optimizer.non_finite=skip", "train.steps=3"], log=True)
+    overflow(made, {2}, "layers.0.attn_norm.weight")
+    with mock.patch.object(made, "report") as report:
+        made.fit()
+    assert {call.args[0].kind for call in report.call_args_list} == told
 
 
 @pytest.mark.in_turn(2, 1)

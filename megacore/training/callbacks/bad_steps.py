@@ -90,7 +90,8 @@ class BadSteps(Callback):
         if "loss" not in record:
             return
         record["skipped_steps"] = skipped = int(self._skipped)
-        if (left_out := skipped - self._told) and not run.train_step.scaling.scales:  # else the scale was too large
+        scaling = run.train_step.scaling
+        if (left_out := skipped - self._told) and scaling.minimum == scaling.maximum:  # else the scale was too large
             detail = f"{counted(left_out, 'step')} up to this one, which changed nothing"
             reason = "optimizer.non_finite=skip"
             run.report(Incident("non_finite", "skip", detail, reason, step=run.step, at=time.time()))
