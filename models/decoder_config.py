@@ -239,7 +239,7 @@ class DecoderConfig(ModelConfig):
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         values, problems = super()._read({**cls.defaults, **cls._respelled(config)})
         for other, name in cls._spellings().items():
-            if other in config and config.get(name, config[other]) != config[other]:
+            if {name, other} <= config.keys() and config[name] != config[other]:
                 problems.append(f"{name} is {config[name]!r}, and {other} is {config[other]!r}: they are one field")
         values |= cls.taken
         problems += cls._derive(values)
@@ -259,8 +259,10 @@ class DecoderConfig(ModelConfig):
         heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
         if cls.mlp_ratio and isinstance(hidden, int):
             values["intermediate_size"] = cls.mlp_ratio * hidden
-        if not isinstance(heads, int) or heads < 1:
+        if not isinstance(heads, int):
             return []
+        if heads < 1:
+            return [f"num_attention_heads is {heads}: it must be at least 1"]
         if values.get("num_key_value_heads") is None or "num_key_value_heads" in cls.derived:
             values["num_key_value_heads"] = heads
         if (values.get("head_dim") is None or "head_dim" in cls.derived) and isinstance(hidden, int):
