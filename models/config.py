@@ -235,18 +235,21 @@ class ModelConfig(ABC):
         for name in cls.unknown(config):
             problems.append(f"unknown field {name!r}{nearest(name, readable) or ', which may change the maths'}")
         missing = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
-        problems += [f"field {cls.saved.get(name, name)!r} is missing" for name in missing if name not in values]
+        problems += [f"field {name!r} is missing" for name in missing if name not in values]
         problems += [
-            f"{cls.saved.get(field.name, field.name)} is {values[field.name]!r}, which is not of type {_type(field)}"
+            f"{field.name} is {values[field.name]!r}, which is not of type {_type(field)}"
             for field in fields(cls)
             if field.name in values and not _is_of(values[field.name], _type(field))
         ]
-        if problems:
-            raise ModelConfigError(cls.family, problems)
-        made = cls(**values)
-        if made.problems():
-            raise ModelConfigError(cls.family, made.problems())
-        return made
+        made = None if problems else cls(**values)
+        if made and not (problems := made.problems()):
+            return made
+        # Fields are told by the names that files have for them, where this one has no other.
+        names = {name: other for name, other in cls.saved.items() if name not in config}
+        if (chosen := "num_experts_per_tok") in readable:  # as the table of the router has it
+            names["top_k"] = names.get(chosen, chosen)
+        told = (re.sub(r"\w+", lambda word: names.get(word[0], word[0]), problem) for problem in problems)
+        raise ModelConfigError(cls.family, [*told])
 
     @classmethod
     def as_written(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -343,7 +346,11 @@ def _is_of(value: object, type_name: str) -> bool:
         return True
     if isinstance(value, tuple):
         inner = type_name.removeprefix("tuple[").partition(",")[0]
-        return tuple in _TYPES[type_name] and all(_is_of(each, inner) for each in value)
+        # A limit may be infinite.
+        open_end = (math.inf,) if inner == "float" else ()
+        return tuple in _TYPES[type_name] and all(each in open_end or _is_of(each, inner) for each in value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
     # True is an int to Python.
     return isinstance(value, _TYPES[type_name]) and (not isinstance(value, bool) or bool in _TYPES[type_name])
 
