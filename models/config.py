@@ -10,9 +10,9 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property, lru_cache
-from inspect import formatannotation
+from inspect import formatannotation, get_annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from megacore.models import scores
@@ -108,6 +108,12 @@ class ModelConfig(ABC):
     labels: int = 0
     # What connects the tower of a model that also sees to it, where that is trained: files say it otherwise too.
     projector: tuple[Param, ...] = field(default=(), compare=False)
+
+    def __init_subclass__(cls) -> None:
+        """Raise TypeError where a class says a field of its bases without a type: every instance would have theirs."""
+        known = {each.name for base in cls.__mro__[1:] if is_dataclass(base) for each in fields(base)}
+        for name in sorted(known & vars(cls).keys() - get_annotations(cls).keys()):
+            raise TypeError(f"{cls.__qualname__}.{name} is a field of its bases: say it with its type, as they do")
 
     @classmethod
     def base_architecture(cls) -> str:

@@ -243,7 +243,8 @@ class DecoderConfig(ModelConfig):
                 problems.append(f"{name} is {config[name]!r}, and {other} is {config[other]!r}: they are one field")
         values |= cls.taken
         problems += cls._derive(values)
-        for name in sorted(cls.derived & config.keys()):
+        follow = cls.derived | cls.taken.keys() | ({"intermediate_size"} if cls.mlp_ratio else set())
+        for name in sorted(follow & config.keys()):
             if config[name] is not None and config[name] != values.get(name):
                 problems.append(f"{name} is {config[name]!r}: {cls.architecture} takes {values.get(name)!r}")
         values.pop("rope_parameters", None)
