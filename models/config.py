@@ -84,6 +84,8 @@ class ModelConfig(ABC):
     written: ClassVar[Mapping[str, Any]] = {}
     # {a field: the name that transformers saves it by, where that is another}
     saved: ClassVar[Mapping[str, str]] = {}
+    # {another name that a file may have for a field: the field}
+    spellings: ClassVar[Mapping[str, str]] = {}
     # Hugging Face's tensors: what their names start with (and a dot), unless the base model was saved by itself; the
     # embedding and the head, which are one tensor where they are tied; what older versions left that is no weight.
     base_model_prefix: ClassVar[str]
@@ -251,7 +253,8 @@ class ModelConfig(ABC):
         if made and not (problems := made.problems()):
             return made
         # Fields are told by the names that files have for them, where this one has no other.
-        names = {name: other for name, other in cls.saved.items() if name not in config}
+        others = {**cls.saved, **{name: other for other, name in cls.spellings.items() if other in config}}
+        names = {name: other for name, other in others.items() if name not in config}
         if (chosen := "num_experts_per_tok") in readable:  # as the table of the router has it
             names["top_k"] = names.get(chosen, chosen)
         told = (re.sub(r"\w+", lambda word: names.get(word[0], word[0]), problem) for problem in problems)

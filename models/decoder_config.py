@@ -44,8 +44,6 @@ class DecoderConfig(ModelConfig):
     derived: ClassVar[frozenset[str]] = frozenset()
     # What transformers' class takes where a field is left out; a null there means what it means to the class.
     defaults: ClassVar[Mapping[str, Any]] = {}
-    # {another name that a file may have for a field: the field}
-    spellings: ClassVar[Mapping[str, str]] = {}
     # The field that holds what norms add.
     eps: ClassVar[str] = "rms_norm_eps"
     # The names of the activation functions that there are.
