@@ -10,9 +10,9 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property, lru_cache
-from inspect import formatannotation
+from inspect import formatannotation, get_annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from megacore.models import scores
@@ -84,6 +84,8 @@ class ModelConfig(ABC):
     written: ClassVar[Mapping[str, Any]] = {}
     # {a field: the name that transformers saves it by, where that is another}
     saved: ClassVar[Mapping[str, str]] = {}
+    # {another name that a file may have for a field: the field}
+    spellings: ClassVar[Mapping[str, str]] = {}
     # Hugging Face's tensors: what their names start with (and a dot), unless the base model was saved by itself; the
     # embedding and the head, which are one tensor where they are tied; what older versions left that is no weight.
     base_model_prefix: ClassVar[str]
@@ -108,6 +110,12 @@ class ModelConfig(ABC):
     labels: int = 0
     # What connects the tower of a model that also sees to it, where that is trained: files say it otherwise too.
     projector: tuple[Param, ...] = field(default=(), compare=False)
+
+    def __init_subclass__(cls) -> None:
+        """Raise TypeError where a class says a field of its bases without a type: every instance would have theirs."""
+        known = {each.name for base in cls.__mro__[1:] if is_dataclass(base) for each in fields(base)}
+        for name in sorted(known & vars(cls).keys() - get_annotations(cls).keys()):
+            raise TypeError(f"{cls.__qualname__}.{name} is a field of its bases: say it with its type, as they do")
 
     @classmethod
     def base_architecture(cls) -> str:
@@ -235,18 +243,22 @@ class ModelConfig(ABC):
         for name in cls.unknown(config):
             problems.append(f"unknown field {name!r}{nearest(name, readable) or ', which may change the maths'}")
         missing = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
-        problems += [f"field {cls.saved.get(name, name)!r} is missing" for name in missing if name not in values]
+        problems += [f"field {name!r} is missing" for name in missing if name not in values]
         problems += [
-            f"{cls.saved.get(field.name, field.name)} is {values[field.name]!r}, which is not of type {_type(field)}"
+            f"{field.name} is {values[field.name]!r}, which is not of type {_type(field)}"
             for field in fields(cls)
             if field.name in values and not _is_of(values[field.name], _type(field))
         ]
-        if problems:
-            raise ModelConfigError(cls.family, problems)
-        made = cls(**values)
-        if made.problems():
-            raise ModelConfigError(cls.family, made.problems())
-        return made
+        made = None if problems else cls(**values)
+        if made and not (problems := made.problems()):
+            return made
+        # Fields are told by the names that files have for them, where this one has no other.
+        others = {**cls.saved, **{name: other for other, name in cls.spellings.items() if other in config}}
+        names = {name: other for name, other in others.items() if name not in config}
+        if (chosen := "num_experts_per_tok") in readable:  # as the table of the router has it
+            names["top_k"] = names.get(chosen, chosen)
+        told = (re.sub(r"\w+", lambda word: names.get(word[0], word[0]), problem) for problem in problems)
+        raise ModelConfigError(cls.family, [*told])
 
     @classmethod
     def as_written(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -343,7 +355,11 @@ def _is_of(value: object, type_name: str) -> bool:
         return True
     if isinstance(value, tuple):
         inner = type_name.removeprefix("tuple[").partition(",")[0]
-        return tuple in _TYPES[type_name] and all(_is_of(each, inner) for each in value)
+        # A limit may be infinite.
+        open_end = (math.inf,) if inner == "float" else ()
+        return tuple in _TYPES[type_name] and all(each in open_end or _is_of(each, inner) for each in value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
     # True is an int to Python.
     return isinstance(value, _TYPES[type_name]) and (not isinstance(value, bool) or bool in _TYPES[type_name])
 

@@ -44,8 +44,6 @@ class DecoderConfig(ModelConfig):
     derived: ClassVar[frozenset[str]] = frozenset()
     # What transformers' class takes where a field is left out; a null there means what it means to the class.
     defaults: ClassVar[Mapping[str, Any]] = {}
-    # {another name that a file may have for a field: the field}
-    spellings: ClassVar[Mapping[str, str]] = {}
     # The field that holds what norms add.
     eps: ClassVar[str] = "rms_norm_eps"
     # The names of the activation functions that there are.
@@ -239,11 +237,12 @@ class DecoderConfig(ModelConfig):
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         values, problems = super()._read({**cls.defaults, **cls._respelled(config)})
         for other, name in cls._spellings().items():
-            if other in config and config.get(name, config[other]) != config[other]:
+            if {name, other} <= config.keys() and config[name] != config[other]:
                 problems.append(f"{name} is {config[name]!r}, and {other} is {config[other]!r}: they are one field")
         values |= cls.taken
         problems += cls._derive(values)
-        for name in sorted(cls.derived & config.keys()):
+        follow = cls.derived | cls.taken.keys() | ({"intermediate_size"} if cls.mlp_ratio else set())
+        for name in sorted(follow & config.keys()):
             if config[name] is not None and config[name] != values.get(name):
                 problems.append(f"{name} is {config[name]!r}: {cls.architecture} takes {values.get(name)!r}")
         values.pop("rope_parameters", None)
@@ -259,8 +258,10 @@ class DecoderConfig(ModelConfig):
         heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
         if cls.mlp_ratio and isinstance(hidden, int):
             values["intermediate_size"] = cls.mlp_ratio * hidden
-        if not isinstance(heads, int) or heads < 1:
+        if not isinstance(heads, int):
             return []
+        if heads < 1:
+            return [f"num_attention_heads is {heads}: it must be at least 1"]
         if values.get("num_key_value_heads") is None or "num_key_value_heads" in cls.derived:
             values["num_key_value_heads"] = heads
         if (values.get("head_dim") is None or "head_dim" in cls.derived) and isinstance(hidden, int):

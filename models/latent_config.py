@@ -55,7 +55,7 @@ class LatentConfig(DecoderConfig):
         return self.rope_parameters.problems(self.qk_rope_head_dim)
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        found = super().problems() + positive(self, "qk_rope_head_dim")
         if self.q_lora_rank is not None:
             found += positive(self, "q_lora_rank")
         if self.num_key_value_heads != self.num_attention_heads:

@@ -48,7 +48,7 @@ class Rope:
         part = head_dim if found else self.part(head_dim)
         if part == head_dim and head_dim % 2:
             found.append(f"head_dim {head_dim} is odd: rotary embeddings turn pairs of it")
-        elif not part:
+        elif head_dim and not part:
             found.append(self._of_pairs(head_dim))
         return found
 

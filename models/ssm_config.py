@@ -114,8 +114,10 @@ class StateSpaceConfig(HybridConfig):
     def _derive(cls, values: dict[str, Any]) -> list[str]:
         problems = super()._derive(values)
         expand, heads = (values.get(name) or default for name, default in (("mamba_expand", 2), ("mamba_n_heads", 128)))
-        if values.get("mamba_d_head") in (None, "auto") and all(isinstance(each, int) for each in (expand, heads)):
-            values["mamba_d_head"] = (values.get("mamba_d_ssm") or expand * values["hidden_size"]) // heads
+        given = values.get("mamba_d_ssm")
+        known = all(isinstance(each, int) for each in (expand, heads, given or values.get("hidden_size")))
+        if values.get("mamba_d_head") in (None, "auto") and known:
+            values["mamba_d_head"] = (given or expand * values["hidden_size"]) // heads
         return problems
 
 

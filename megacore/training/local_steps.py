@@ -47,6 +47,7 @@ class LocalSteps(Optimizer):
         is the same on all, is true.
         """
         self._wait_for_copies()
+        self._gradients.settle()
         for parts in self._together:
             ways = [(self._start[part] - self._values(part)[...]).flatten() for part in parts]
             mean = all_reduce_(torch.cat(ways), self._across) / self._across.size

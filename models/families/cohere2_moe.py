@@ -62,7 +62,7 @@ class Cohere2MoeConfig(NamedLayersConfig, CommandConfig, WindowedConfig):
     def slides(self, layer: int) -> bool:
         first = self.first_k_dense_replace
         every = self.prefix_dense_sliding_window_pattern if layer < first else self.sliding_window_pattern
-        return (layer + 1 - (0 if layer < first else first)) % every > 0
+        return (layer + 1 - (0 if layer < first else first)) % max(1, every) > 0
 
     @property
     def routing(self) -> Routing:
@@ -86,6 +86,8 @@ class Cohere2MoeConfig(NamedLayersConfig, CommandConfig, WindowedConfig):
 
     def problems(self) -> list[str]:
         found = super().problems() + positive(self, "sliding_window_pattern", "prefix_dense_sliding_window_pattern")
+        if self.num_shared_experts < 0:
+            found.append(f"num_shared_experts is {self.num_shared_experts}: it must be at least 0")
         return found + [
             f"{name} is {getattr(self, name)!r}: it must be {' or '.join(known)}"
             for name, known in _CHOICES.items()

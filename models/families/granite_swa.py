@@ -44,7 +44,7 @@ class SwashConfig(Multipliers, WindowedConfig):
         if self.layer_rope_theta is not None and len(thetas) != self.num_hidden_layers:
             layers = f"num_hidden_layers is {self.num_hidden_layers}"
             found.append(f"layer_rope_theta has {len(thetas)} numbers, and {layers}: give as many, or null")
-        return found + [f"layer_rope_theta has {n}: each must be above 1, or 0" for n in thetas if n and n <= 1]
+        return found or [f"layer_rope_theta has {n}: each must be above 1, or 0" for n in thetas if n and n <= 1]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -391,6 +391,11 @@ class Gradients:
         for values in reversed(self.values.values()):
             values.updated()
 
+    def settle(self) -> None:
+        """Wait for parameters that are on their way: their parts are read until then, and are not to be changed."""
+        for values in self.values.values():
+            values.wait()
+
     # -- what is held, by the names and in the shapes of the parameters
 
     def parts_of(self, name: str) -> Sequence[OwnedShard]:

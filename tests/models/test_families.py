@@ -4,7 +4,6 @@ is refused; and published files mean here what they mean to transformers."""
 import json
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from megacore.models.anatomy import FULL, ROPE, SLIDING
 from megacore.models.assemble import Model
 from megacore.models.config import ModelConfig, ModelConfigError
 from megacore.models.decoder import Microbatch
-from megacore.models.registry import FAMILIES, configure, family
+from megacore.models.registry import configure, family
 from megacore.models.rope_config import DefaultRope, YarnRope
 from megacore.models.stages import layout_of
 from megacore.parallel.kernels.activation import clamped_swiglu, gated, limited_swiglu
@@ -73,15 +72,6 @@ OLD: dict[str, Fields] = {
 _FIELDS = yaml.safe_load(Path(__file__).with_name("fields.yaml").read_text())
 
 
-def test_what_has_no_type_is_no_field() -> None:
-    """A default without a type would be none: that of the class behind would stay."""
-    for name in FAMILIES:
-        kind = family(name).config
-        for each in (each for each in kind.__mro__ if issubclass(each, ModelConfig)):
-            untyped = vars(each).keys() - vars(each).get("__annotations__", {}).keys()
-            assert untyped.isdisjoint(field.name for field in fields(each)), each
-
-
 # -- other words for the same
 
 
@@ -94,6 +84,8 @@ def test_a_name_that_is_read_is_enough() -> None:
     """gpt-oss's own name of the experts of a token, and no constant of the gate; Gemma's other activations."""
     bare = without(plain("gpt_oss"), "num_experts_per_tok", "swiglu_alpha")
     assert read("gpt_oss", bare | {"experts_per_token": 2}) == read("gpt_oss", plain("gpt_oss"))
+    with pytest.raises(ModelConfigError, match="gpt_oss: experts_per_token is 0: choose"):
+        read("gpt_oss", bare | {"experts_per_token": 0})
     assert read("gemma", plain("gemma") | {"hidden_act": "relu"}).anatomy.activation == "relu"
     assert "hidden_act" not in read("gemma2", plain("gemma2")).to_hugging_face()
 

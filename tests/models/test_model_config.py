@@ -4,9 +4,9 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -218,6 +218,24 @@ def test_old_spelling_of_rope() -> None:
     }
     ours = read(old)
     assert ours.to_hugging_face()["rope_parameters"] == {**old["rope_scaling"], "rope_theta": 500000.0}  # type: ignore[dict-item]
+
+
+def test_a_field_without_its_type_is_told() -> None:
+    """It would be lost without a word: instances have the default of the field."""
+    with pytest.raises(TypeError, match=r"Own\.rms_norm_eps is a field of its bases: say it with its type"):
+        type("Own", (family("llama").config,), {"family": "own", "rms_norm_eps": 1e-5})
+
+
+def test_a_file_says_nothing_else_than_what_is_taken() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Own(type(read(LLAMA))):  # type: ignore[misc]
+        taken: ClassVar[Mapping[str, Any]] = {"hidden_act": "relu"}
+        mlp_ratio = 2
+
+    with pytest.raises(ModelConfigError) as caught:
+        Own.from_hugging_face({**LLAMA, "hidden_act": "silu"})
+    of_file = ("hidden_act is 'silu'", "'relu'"), ("intermediate_size is 24", "32")
+    assert caught.value.problems == [f"{said}: LlamaForCausalLM takes {own}" for said, own in of_file]
 
 
 def test_derived_fields() -> None:

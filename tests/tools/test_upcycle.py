@@ -156,7 +156,7 @@ def test_a_damaged_weight_is_found(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 REFUSED = [
-    ("llama", {}, (4, 5, 1), (), "top_k is 5: choose from 1 to 4"),
+    ("llama", {}, (4, 5, 1), (), "num_experts_per_tok is 5: choose from 1 to 4"),
     ("llama", {}, (4, 2, 5), (), "cut mlp (24) into 5 slices: choose --granularity from 1, 2, 3, 4, 6, 8, 12, 24"),
     ("llama", {}, (6, 4, 4), (), "6 experts are no whole copies of 4 slices: choose --experts from the multiples of 4"),
     ("llama", {}, (8, 3, 2), (), "misses some of the 2 slices: choose --top-k from the multiples of 2"),
