@@ -27,7 +27,7 @@ from megacore.parallel.weights.schema import Param, Schema
 from megacore.planning import capacity
 from megacore.planning.setting import SHARDS
 from megacore.recipe import load
-from megacore.store.weight_folders.index import MASTER
+from megacore.store.weight_folders.index import MASTER, MOMENTS
 from megacore.training.states.offload import Offload, OffloadedStore
 from megacore.training.states.optimizer import Optimizer
 from megacore.training.states.windows import ALIGNED, BUFFERS, WindowStore, cut
@@ -96,6 +96,7 @@ def states_after(
             host = torch.empty(parameters[name].shape, dtype=kind)
             optimizer.read_into(state, name, host)
             found[f"{state}/{name}"] = host
+    assert all((values >= 0).all() for key, values in found.items() if key.startswith(MOMENTS[1])), "mean squares"
     for name, parameter in parameters.items():
         found[name] = torch.empty(parameter.shape, dtype=dtype)
         optimizer.read_weight(name, found[name])
@@ -109,8 +110,10 @@ def takes_what_is_given(optimizer: Optimizer, parameters: Parameters) -> bool:
     good, given = True, {n: torch.arange(p.numel()).view(p.shape) / 3 + 1 for n, p in parameters.items()}
     for name, weight in given.items():
         optimizer.load_weight(name, weight)
-        optimizer.read_weight(name, got := torch.empty(weight.shape, dtype=parameters.dtype))
-        good &= torch.equal(got, weight.to(parameters.dtype))
+        got, updated = (torch.empty(weight.shape, dtype=parameters.dtype) for _ in range(2))
+        optimizer.read_weight(name, got)
+        optimizer.read_into(MASTER, name, updated)  # a copy where the parameter lies in gaps
+        good &= torch.equal(got, weight.to(parameters.dtype)) and torch.equal(updated, got)
     for state, kept in optimizer.states().items():
         for name, kind in kept.items():
             host = torch.empty(given[name].shape, dtype=kind)

@@ -189,6 +189,7 @@ def test_when_it_saves(recipe: str, tmp_path: Path) -> None:
         train(recipe, [f"out={tmp_path / name}", "train.steps=7", *QUIET, *overrides])
         return saved(tmp_path / name)
 
+    assert steps("end", "checkpoint.every=0", "checkpoint.at_end=true") == [7]
     assert steps("kept", "checkpoint.every=1", "checkpoint.keep=2", "checkpoint.keep_every=3") == [3, 6, 7]
     assert steps("waits", "checkpoint.every=2", "checkpoint.background=false", "checkpoint.keep=null") == [2, 4, 6]
 

@@ -294,6 +294,19 @@ def test_pieces_of_a_shard_cover_what_is_stored_once(one: Layout, data: st.DataO
 
 
 EXPERTS = Param("layers.{layer}.moe", "experts expert_mlp embed")
+
+
+def test_experts_over_a_product_of_dimensions() -> None:
+    """Rank (ep, tp) holds the experts of part ep x TP + tp whole; who has the same are its data parallel peers."""
+    mesh = MeshShape(dp=2, ep=2, tp=2)
+    one = Layout(Schema((EXPERTS, Param("layers.{layer}.out", "embed (heads head)")), SIZES), mesh, (4,))
+    for rank in range(8):
+        experts, *_, out = one.shards(mesh.place(rank))
+        assert experts.box["experts"] == (rank % 4, rank % 4 + 1) and experts.shape == (1, 12, 8)
+        assert one.replicas(experts, "") == (rank % 4, rank % 4 + 4)
+        assert one.replicas(out, "") == tuple(range(rank % 2, 8, 2))
+
+
 CANNOT = "cannot split {} over ep x tp=4: choose ep x tp from "
 
 

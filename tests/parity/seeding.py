@@ -210,7 +210,7 @@ def copied(files: Iterable[str]) -> Iterator[Path]:
     """A copy of what the tests need, with some files made anew from what they say, as :func:`edited` does."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        for name in (*PACKAGES, *TESTS):
+        for name in (*PACKAGES, *TESTS, "benchmarks"):
             ignored = shutil.ignore_patterns("__pycache__", ".*")
             shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
         shutil.copy(ROOT / "pyproject.toml", folder)
