@@ -19,7 +19,7 @@ def gb(size: float) -> str:
     return f"{size / 1e9:,.2f}"
 
 
-def table(head: Sequence[str] | Mapping[str, str], rows: Sequence[Sequence[object]], indent: str = "  ") -> str:
+def table(head: Sequence[str] | Mapping[str, str], rows: Sequence[Sequence[object]]) -> str:
     """Return a table whose columns are as wide as they need; those of numbers are flush right. ``head``: the names of
     the columns, or {name: how its numbers are written, as :func:`format` has it}; texts stay as they are. Where it
     would be wider than ``WIDTH`` on a terminal, the longest texts take several lines, and columns for which there is
@@ -27,8 +27,8 @@ def table(head: Sequence[str] | Mapping[str, str], rows: Sequence[Sequence[objec
     how = [*head.values()] if isinstance(head, Mapping) else [""] * len(head)
     shown = [[x if isinstance(x, str) else format(x, how[at]) for at, x in enumerate(row)] for row in rows]
     columns = list(zip(head, *shown, strict=True))
-    room = WIDTH - len(indent) if sys.stdout.isatty() else sys.maxsize
-    return "\n".join(f"{indent}{line}".rstrip() for line in _lines(columns, room))
+    room = WIDTH - _GAP if sys.stdout.isatty() else sys.maxsize
+    return "\n".join(f"{' ' * _GAP}{line}".rstrip() for line in _lines(columns, room))
 
 
 def _lines(columns: Sequence[Sequence[str]], room: int) -> Iterator[str]:

@@ -205,7 +205,7 @@ class IndexedDataset:
     """
 
     def __init__(self, prefix: str | Path, checked: bool = False) -> None:
-        data, index = (Path(f"{prefix}.{suffix}") for suffix in ("bin", "idx"))
+        data, index = (Path(f"{Path(prefix)}.{suffix}") for suffix in ("bin", "idx"))
         for file in (index, data):
             if not file.is_file():
                 raise FileNotFoundError(f"{file} is missing: a dataset is the pair {index.name} and {data.name}")

@@ -287,10 +287,10 @@ def test_a_tokenizer_is_looked_at_before_the_rest_of_the_data(
     write_jsonl(tmp_path / "chats.jsonl", *rows(), {"text": 3})
     sound = (tmp_path / "tokenizer.json").read_text()
     (tmp_path / "tokenizer.json").write_text("{")
-    said = problems(recipe, f"out={tmp_path / 'run'}")
+    said = said_of(recipe, f"out={tmp_path / 'run'}")
     assert "tokenizer" in said and "line 17" not in said
     (tmp_path / "tokenizer.json").write_text(sound)
-    assert "line 17: text is a int" in problems(recipe, f"out={tmp_path / 'run'}")
+    assert "line 17: text is a int" in said_of(recipe, f"out={tmp_path / 'run'}")
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,8 @@ def test_what_ranks_of_tp_and_ep_read_for_each_other_is_found_by_all(pool: Pool,
         (message,) = {*pool.run(4, refused, recipe, again)}
         assert message.startswith(f"{at} is damaged:\n{file}: layers.0.{tensor} ") and message.count("\n") == 1
         flip(at / file, f"layers.0.{tensor}")
-    (message,) = {*pool.run(4, cannot_read, recipe, again, 3)}
-    assert message.startswith("rank 3 (") and message.endswith("the disk is on fire")
+    (message,) = {*pool.run(4, cannot_read, recipe, again, 3, StoreError("on fire"))}
+    assert message.startswith("StoreError: rank 3 (") and message.endswith("): on fire")
 
 
 def test_one_bit_of_what_rounding_has_left_is_found(pool: Pool, recipe: str, tmp_path: Path) -> None:

@@ -235,7 +235,11 @@ MIXED_LORA = Case("lora-experts", MIXTRAL, ignored=0.3, tuning=EACH)
 DOWN = Case("lora-down", MIXTRAL, tuning=Tuning(Lora(3, 2.0, ("experts.down", "router"))))
 ROUTERS = Case("only-routers", MIXTRAL, tuning=Tuning(only=("router", "experts"), freeze=("experts.down",)))
 TUNED = [ALL, SOME, CONV, ENDS, ONLY, MIDDLE, MIXED_LORA, DOWN, ROUTERS]
-TUNED_FAMILIES = [Case(f"lora-{name}-drawn", drawn(name, 2), sequences=2, tuning=EACH) for name in FAMILIES]
+TUNED_FAMILIES = [
+    # Of zamba2's other draw a change of one bit changes gradients by 4e-8.
+    Case(f"lora-{name}-drawn", drawn(name, 5 if name == "zamba2" else 2), sequences=2, tuning=EACH)
+    for name in FAMILIES
+]
 
 TUNING_RUNS = {
     "tp": Run(MeshShape(tp=4)),  # kv heads shared

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import re
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -85,34 +87,12 @@ def test_a_step_is_that_of_the_formula(case: Case) -> None:
 
 
 def _pieces(parameters: Parameters, name: str) -> list[tuple[Tensor, Tensor, slice]]:
-    """(A, B, rows of the weight) of each adapter of a weight, cut by hand."""
+    """(A, B, rows of the weight) of each adapter of a weight, cut by hand as its sentence reads."""
     a, b = (parameters[name.removesuffix(".weight") + end].detach() for end in (".lora_a", ".lora_b"))
     rank, labels = b.shape[-1], parameters.shards[name.removesuffix(".weight") + ".lora_a"].param.sentence.labels
-    sizes = parameters.shards[name].sizes
     if labels == ("",):
         return [(a, b, slice(None))]
-    shared, features = "kv" if "kv" in sizes else "heads", "shared_mlp" if ".shared." in name else "mlp"
-    local = "local_" * (".local_attn." in name)
-    shared, head = (f"{local}{axis}" if f"{local}{axis}" in sizes else axis for axis in (shared, "head"))
-    axes = [("heads", head), (shared, head), (features,), ("state_heads", "state_key"), ("state_heads", "each")]
-    q, kv, mlp, key, each = (math.prod(sizes.get(axis, 0) for axis in of) for of in axes)
-    if ".delta." in name:
-        value = each * sizes.get("state_value", 0)
-        rows = {"qkvz": 2 * (key + value), "ba": 2 * each}
-        if "qkvz" not in labels:
-            rows = {"qkv": 2 * key + value, "z": value, "b": each, "a": each}
-        if "q" in labels:
-            gate = {"z": value} if "z" in labels else {}
-            rows = {"q": key, "k": key, "v": value, **gate, "b": each, "a": each}
-        if "fades" in labels:
-            rows = dict.fromkeys(("fades", "gates"), sizes["state_latent"])
-    elif not {"up", "gate"}.isdisjoint(labels) and "q" not in labels:
-        rows = {"gate": mlp, "up": mlp}
-    elif "gate" in labels:
-        gates = q if "gate: heads head" in str(parameters.shards[name].param.sentence) else sizes["heads"]
-        rows = {"q": q, "gate": gates, "k": kv, "v": kv}
-    else:
-        rows = {"q": q * (1 + ("gate: heads" in str(parameters.shards[name].param.sentence))), "k": kv, "v": kv}
+    rows = _rows(str(parameters.shards[name].param.sentence), parameters.shards[name].sizes)
     start = dict(zip(rows, itertools.accumulate(rows.values(), initial=0), strict=False))
     made, at = [], 0
     for number, label in enumerate(labels):
@@ -120,6 +100,18 @@ def _pieces(parameters: Parameters, name: str) -> list[tuple[Tensor, Tensor, sli
         made.append((a[number * rank : (number + 1) * rank], b[at : at + rows[label]], own))
         at += rows[label]
     return made
+
+
+def _rows(sentence: str, sizes: Mapping[str, int]) -> dict[str, int]:
+    """{piece: rows} of a sentence such as ``(q: heads (a: half + b: half) + k: kv head) embed``."""
+
+    def size(term: str) -> int:
+        return math.prod(int(word) if word.isdigit() else sizes[word] for word in term.split(": ")[1].split())
+
+    terms = sentence[1 : sentence.rindex(")")]
+    while inner := re.search(r"\(([^()]*)\)", terms):
+        terms = terms.replace(inner[0], str(sum(map(size, inner[1].split(" + ")))))
+    return {term.split(": ")[0]: size(term) for term in terms.split(" + ")}
 
 
 @pytest.mark.quick
