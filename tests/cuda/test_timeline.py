@@ -308,6 +308,6 @@ def test_products_that_send_expose_less() -> None:
     for kind in (ALL_GATHER, REDUCE_SCATTER):
         before, after = (each.messages["tp", kind] for each in (plain, turned))
         assert (after.count, after.size) == (before.count, before.size)
-        assert after.exposed < 0.5 * before.exposed
+        assert after.exposed < 0.55 * before.exposed
     assert turned.stages[0].products > plain.stages[0].products, "a quarter of the tokens at a time"
     assert turned.seconds < plain.seconds

@@ -606,11 +606,12 @@ def compared() -> Iterator[object]:
 @pytest.mark.parametrize(("world", "cases", "compared"), [*compared()])
 def test_ranks_hold_and_send_what_the_plan_says(pool: Pool, world: int, cases: list[Case], compared: set[str]) -> None:
     """The state to 2 %, the peak to 10 %, of the fullest rank of cp, and to the byte what goes to others of cp. Close
-    is a peak to 5 % of a stage's fullest rank, for experts of some get more rows than the mean."""
+    is a peak to 5 % of a stage's fullest rank; to 7 % of experts, of which some get more rows than the mean."""
     wrong, found = [], pool.run(world, measure, cases, compared != {STATE})
     with registered(), extended():
         for number, case in enumerate(cases):
             plan, ranks = memory(case.setting), [rank[number] for rank in found]
+            close = 0.07 if case.setting.has_experts else 0.05
             for own in ranks:
                 stage = plan[own.place.pp]
                 fullest = max(each.peak for each in ranks if each.place.pp == own.place.pp)
@@ -619,7 +620,7 @@ def test_ranks_hold_and_send_what_the_plan_says(pool: Pool, world: int, cases: l
                 fits = {
                     STATE: STATE not in compared or held,
                     PEAK: PEAK not in compared or stage.peak == pytest.approx(peak, rel=0.1),
-                    CLOSE: CLOSE not in compared or stage.peak == pytest.approx(fullest, rel=0.05),
+                    CLOSE: CLOSE not in compared or stage.peak == pytest.approx(fullest, rel=close),
                     SENT: SENT not in compared or own.sent == sent_in(case, own.place.cp),
                 }
                 wrong += [f"{case}: {own}, planned {stage}: {fits}"] * (not all(fits.values()))
@@ -628,7 +629,7 @@ def test_ranks_hold_and_send_what_the_plan_says(pool: Pool, world: int, cases: l
 
 @pytest.mark.in_turn(4)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-@pytest.mark.parametrize(("precision", "share"), [("bf16", 0.66), ("fp32", 0.46)])
+@pytest.mark.parametrize(("precision", "share"), [("bf16", 0.66), ("fp32", 0.48)])
 def test_what_is_kept_in_8_bits_is_what_is_planned(
     family: str, precision: Literal["bf16", "fp32"], share: float
 ) -> None:
