@@ -24,6 +24,7 @@ from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.transfer import Stored, by_layer, hugging_face
 from megacore.say import err
 from megacore.store.io import hub
+from megacore.store.io.errors import listed
 from megacore.store.io.files import is_inside
 from megacore.store.io.hub import HubName
 from megacore.store.io.strict_json import StoreError, read_json
@@ -165,8 +166,8 @@ def _not_there(files: Sequence[str]) -> str:
 
 
 def unusable(source: Path | HubName, problems: Sequence[str]) -> StoreError:
-    """Return the error of a folder that has problems."""
-    return StoreError("\n- ".join([f"{source} cannot be used:", *problems]))
+    """Return the error of a folder that has problems, of which it says the first."""
+    return StoreError("\n- ".join([f"{source} cannot be used:", *listed(problems, 18)]))
 
 
 def read_config(
