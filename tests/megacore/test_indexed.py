@@ -82,7 +82,7 @@ def test_what_is_scattered_is_no_stream_to_train_on(tmp_path, monkeypatch, chunk
 documents = st.lists(st.lists(st.lists(st.integers(0, 99), max_size=5), max_size=4), max_size=8)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(documents)
 def test_any_documents_come_back(tmp_path, documents):
     write(tmp_path / "a", documents)

@@ -33,7 +33,7 @@ CORPORA = {
     "sequences": st.integers(1, 3),
     "seed": st.integers(0, 2**64 - 1),
 }
-many = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @many

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine import Result, of, path_of, problems, same, train, trainer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pool import Pool
 
@@ -42,7 +42,6 @@ def test_what_is_left_moves_up(ranges: list[tuple[int, int]], position: int, cou
 
 
 @pytest.mark.quick
-@settings(max_examples=50)
 @given(RANGES, RANGES, st.integers(0, 60))
 def test_a_range_is_refused_exactly_where_it_would_change_what_is_done(
     before: list[tuple[int, int]], more: list[tuple[int, int]], position: int
